@@ -1,0 +1,1 @@
+"""LightningDataModules over HDF5 files."""

@@ -1,0 +1,87 @@
+"""Turns a batch of stored images into what a model expects, on the device the batch is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+__all__ = ["ImageLayout", "ImagePreparation"]
+
+ImageLayout = Literal["NCHW", "NHWC", "NHW"]
+
+_FULL_SCALE = {torch.uint8: 255.0, torch.uint16: 65535.0, torch.bool: 1.0}
+
+
+@dataclass
+class ImagePreparation:
+    """Axes, scale and normalisation, in that order.
+
+    In float32 the result is bitwise what dividing by 255, subtracting the mean and dividing by the standard
+    deviation give one after the other, which is also what torchvision's `ToTensor` and `Normalize` do. Half
+    precision is rounded once, from that; float64 is computed in float64.
+
+    All work happens on the batch's device and its current stream, without host synchronisation after the
+    first batch on a device.
+
+    Attributes:
+        layout: Axes of the stored images.
+        mean: Per channel, in units of the scaled image; None leaves it.
+        std: Per channel; None leaves it.
+        scale: Quantisation step: the image is `stored * scale + offset`. None: unsigned integers are divided by their
+            largest value, floats are left.
+        offset: See `scale`.
+        dtype: Floating point type of the result.
+        channels_last: Whether the result is in channels-last memory order.
+    """
+
+    layout: ImageLayout
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    scale: float | None = None
+    offset: float = 0.0
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    _constants: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor | None, torch.Tensor | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Prepare a batch; the batch itself is not changed.
+
+        Args:
+            images: (N, C, H, W), (N, H, W, C) or (N, H, W) as `layout` says, any dtype and device.
+
+        Returns:
+            (N, C, H, W) of `dtype` on the same device.
+        """
+        if self.layout == "NHWC":
+            images = images.permute(0, 3, 1, 2)
+        elif self.layout == "NHW":
+            images = images.unsqueeze(1)
+        working = torch.float64 if self.dtype is torch.float64 else torch.float32
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        # One pass changes type and memory order together; from here on the tensor is ours to change in place.
+        result = images.to(dtype=working, memory_format=memory_format, copy=True)
+        if self.scale is not None:
+            result.mul_(self.scale).add_(self.offset)
+        elif images.dtype in _FULL_SCALE:
+            result.div_(_FULL_SCALE[images.dtype])
+        mean, std = self._on(images.device, working)
+        if mean is not None:
+            result.sub_(mean)
+        if std is not None:
+            result.div_(std)
+        return result.to(self.dtype)
+
+    def _on(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Mean and standard deviation as (C, 1, 1) tensors on a device, made once."""
+        if (device, dtype) not in self._constants:
+            self._constants[device, dtype] = (
+                None if self.mean is None else torch.tensor(self.mean, dtype=dtype, device=device).view(-1, 1, 1),
+                None if self.std is None else torch.tensor(self.std, dtype=dtype, device=device).view(-1, 1, 1),
+            )
+        return self._constants[device, dtype]

@@ -1,0 +1,134 @@
+"""Host buffers that batches are read into: recycled when nobody holds them any more, pinned for a GPU."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["HostBufferPool", "TensorSpec"]
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of one row of a tensor.
+
+    Attributes:
+        row_shape: Shape without the first axis.
+        dtype: Element type.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.row_shape) * self.dtype.itemsize
+
+
+class HostBufferPool:
+    """Hands out sets of host tensors and takes their memory back when the last reference to it is gone.
+
+    First-touch page faults halve the rate of filling fresh memory, so buffers are kept. A buffer is never
+    written to again while anybody still holds a tensor, a view or a numpy array on it: a user may keep
+    batches in a list, and then simply gets fresh memory for the next ones.
+
+    * Pageable memory is recycled here: the array behind a batch is watched by a weak reference.
+    * Pinned memory is recycled by torch's host allocator, which also waits for copies to the device that are
+      still under way on any stream.
+
+    Example:
+        >>> pool = HostBufferPool({"x": TensorSpec((3,), torch.uint8)}, most_rows=4, num_buffers=2)
+        >>> pool.acquire(4)["x"].shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], most_rows: int, num_buffers: int, *, is_pinned: bool = False
+    ) -> None:
+        """Plan the buffers; memory is taken at the first use of each.
+
+        Args:
+            specs: Name -> row shape and dtype.
+            most_rows: Largest number of rows that will be asked for.
+            num_buffers: How many unused buffers are kept.
+            is_pinned: Whether to use page-locked memory; needs a GPU.
+        """
+        self._specs = dict(specs)
+        self.most_rows = most_rows
+        self._num_buffers = num_buffers
+        self._is_pinned = is_pinned
+        self._free: deque[np.ndarray[Any, Any]] = deque()
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._offsets: dict[str, int] = {}
+        self.buffer_bytes = 0
+        for name, spec in self._specs.items():
+            self._offsets[name] = self.buffer_bytes
+            size = spec.row_bytes * most_rows
+            self.buffer_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def acquire(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Get one set of tensors with undefined contents, all on one buffer.
+
+        Args:
+            num_rows: Rows of every tensor, at most `most_rows`.
+
+        Returns:
+            Name -> tensor (num_rows, *row_shape) in host memory.
+
+        Raises:
+            ValueError: More rows than planned.
+        """
+        if num_rows > self.most_rows:
+            raise ValueError(
+                f"{num_rows} rows asked of a pool whose buffers hold {self.most_rows}; "
+                f"make the pool with a larger most_rows."
+            )
+        flat = self._pinned() if self._is_pinned else self._pageable()
+        tensors = {}
+        for name, spec in self._specs.items():
+            begin = self._offsets[name]
+            part = flat[begin : begin + num_rows * spec.row_bytes]
+            tensors[name] = part.view(spec.dtype).view(num_rows, *spec.row_shape)
+        return tensors
+
+    def _pinned(self) -> torch.Tensor:
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _pageable(self) -> torch.Tensor:
+        """A view of a buffer whose death gives the buffer back."""
+        try:
+            buffer = self._free.popleft()
+        except IndexError:
+            buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8).numpy()
+        lease = buffer.view()
+        # torch keeps `lease` alive as long as any tensor shares this memory, so its end is the batch's end.
+        self._watched[id(lease)] = weakref.ref(lease, _GiveBack(self, id(lease), buffer))
+        return torch.from_numpy(lease)
+
+
+class _GiveBack:
+    """Returns a buffer to its pool when the lease on it dies, if the pool still exists."""
+
+    def __init__(self, pool: HostBufferPool, lease_id: int, buffer: np.ndarray[Any, Any]) -> None:
+        self._pool = weakref.ref(pool)
+        self._lease_id = lease_id
+        self._buffer = buffer
+
+    def __call__(self, _: object) -> None:
+        pool = self._pool()
+        if pool is None:
+            return
+        # Single dict and deque operations: atomic, whichever thread drops the last reference.
+        pool._watched.pop(self._lease_id, None)
+        if len(pool._free) < pool._num_buffers:
+            pool._free.append(self._buffer)

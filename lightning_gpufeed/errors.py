@@ -1,0 +1,32 @@
+"""The exceptions this package raises on purpose.
+
+::
+
+    GpuFeedError                everything below; catch this to catch all of them
+    ├── LayoutError             an HDF5 file cannot be used as asked
+    ├── FeedError               reading failed, or a file changed, while batches were being made
+    └── PackError               a source cannot be packed as asked
+
+Each message says what was given, what was expected and what to do. Wrong arguments stay `ValueError`
+and a missing file stays `FileNotFoundError`, because that is what callers already catch.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FeedError", "GpuFeedError", "LayoutError", "PackError"]
+
+
+class GpuFeedError(Exception):
+    """Root of the exceptions raised by `lightning_gpufeed`."""
+
+
+class LayoutError(GpuFeedError):
+    """An HDF5 file, or a dataset inside one, cannot be used as asked."""
+
+
+class FeedError(GpuFeedError):
+    """Reading failed, or a file changed, while batches were being made."""
+
+
+class PackError(GpuFeedError):
+    """A source cannot be packed into HDF5 as asked; nothing was left under the final name."""

@@ -1,0 +1,1 @@
+"""Chunked HDF5 as a source of training batches: layout, order, reading, feeding, writing."""

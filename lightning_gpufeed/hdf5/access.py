@@ -1,0 +1,232 @@
+"""Opens HDF5 files read-only, with errors a user can act on, and says when a file has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from lightning_gpufeed.errors import LayoutError
+
+# Registers the decoders of blosc, zstd, lz4, bitshuffle ... with HDF5 where the extra is installed.
+with contextlib.suppress(ImportError):
+    import hdf5plugin  # noqa: F401
+
+__all__ = ["FileStamp", "StrPath", "list_datasets", "open_file", "open_h5_dataset", "pick_attributes", "type_name"]
+
+StrPath = str | os.PathLike[str]
+
+PRIVATE_GROUP = "_gpufeed"
+"""Group in which `pack` keeps checksums; never taken for data."""
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What a file looked like when it was opened: enough to notice that it was replaced or written to.
+
+    Attributes:
+        path: Absolute path.
+        size_bytes: Size.
+        mtime_ns: Time of the last modification, nanoseconds since the epoch.
+        inode: Inode number; changes when a file is replaced by rename.
+    """
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: StrPath) -> FileStamp:
+        """Stamp a file as it is now.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        status = os.stat(path)
+        return cls(os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def difference(self) -> str | None:
+        """Say in words how the file differs from this stamp now, None if it does not."""
+        try:
+            now = FileStamp.of(self.path)
+        except FileNotFoundError:
+            return "is gone"
+        if now.inode != self.inode:
+            return "was replaced by another file"
+        if now.size_bytes != self.size_bytes:
+            return f"changed its size from {self.size_bytes} to {now.size_bytes} bytes"
+        if now.mtime_ns != self.mtime_ns:
+            return "was written to"
+        return None
+
+
+@contextlib.contextmanager
+def open_file(path: StrPath) -> Iterator[Any]:
+    """Open an HDF5 file read-only, close it at the end.
+
+    File locking is best effort: a file system without locks does not stop a reader.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The open `h5py.File`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        LayoutError: It is not HDF5, is truncated, or is being written to.
+    """
+    name = os.fspath(path)
+    if not os.path.exists(name):
+        raise FileNotFoundError(
+            errno.ENOENT, f"no such file: expected an HDF5 file; the current directory is {os.getcwd()}", name
+        )
+    if os.path.isdir(name):
+        raise LayoutError(
+            f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5"
+        )
+    try:
+        h5_file = h5py.File(name, "r", locking="best-effort")
+    except OSError as error:
+        raise _explain(name, error) from error
+    try:
+        yield h5_file
+    finally:
+        h5_file.close()
+
+
+def _explain(name: str, error: OSError) -> Exception:
+    """Turn HDF5's own words into what is wrong and what to do."""
+    text = str(error)
+    size = os.path.getsize(name)
+    if isinstance(error, PermissionError):
+        return error
+    if "truncated" in text:
+        return LayoutError(
+            f"{name}: truncated: it has {size} bytes and its header announces more ({text}). "
+            f"The copy or the program that wrote it was cut short; copy or pack it again."
+        )
+    if error.errno in (errno.EAGAIN, errno.EACCES) or "already open for write" in text:
+        return LayoutError(
+            f"{name}: another program has it open for writing ({text}). "
+            f"Close the writer first; if it crashed, run h5clear -s on the file."
+        )
+    if not h5py.is_hdf5(name):
+        with open(name, "rb") as raw:
+            head = raw.read(8)
+        return LayoutError(
+            f"{name} is not an HDF5 file: {size} bytes, beginning with {head!r}; expected the HDF5 signature. "
+            f"Make one with: gpufeed pack SOURCE OUT.h5"
+        )
+    return LayoutError(f"{name}: HDF5 cannot open it: {text}. It may be damaged; copy or pack it again.")
+
+
+def list_datasets(h5_file: Any) -> dict[str, Any]:
+    """All arrays of a file by key, in the order of their names, without those `pack` keeps for itself.
+
+    Args:
+        h5_file: An open `h5py.File`.
+
+    Returns:
+        key -> open h5py dataset with at least one axis.
+    """
+    found: dict[str, Any] = {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and item.shape and not name.startswith(PRIVATE_GROUP + "/"):
+            found[name] = item
+
+    h5_file.visititems(visit)
+    # visititems follows hard links only; arrays linked at the top are data like any other.
+    for name in h5_file:
+        link = h5_file.get(name, getlink=True)
+        if isinstance(link, h5py.HardLink):
+            continue
+        with contextlib.suppress(KeyError, OSError):
+            visit(name, h5_file[name])
+    return dict(sorted(found.items()))
+
+
+def open_h5_dataset(h5_file: Any, key: str) -> Any:
+    """Look a dataset up by key.
+
+    Args:
+        h5_file: An open `h5py.File`.
+        key: Path inside the file.
+
+    Returns:
+        The open h5py dataset.
+
+    Raises:
+        LayoutError: There is no such key (the message lists the keys there are), or it is a group.
+    """
+    try:
+        item = h5_file[key]
+    except (KeyError, OSError) as error:
+        link = h5_file.get(key, getlink=True) if key in h5_file or _has_link(h5_file, key) else None
+        if isinstance(link, h5py.ExternalLink):
+            raise LayoutError(
+                f"{h5_file.filename}: key {key!r} is a link to {link.path!r} in the file {link.filename!r}, "
+                f"which cannot be opened. Put that file back or name another key."
+            ) from error
+        raise LayoutError(
+            f"{h5_file.filename}: no dataset {key!r}. It has: {_describe_keys(h5_file)}."
+        ) from error
+    if not isinstance(item, h5py.Dataset):
+        raise LayoutError(
+            f"{h5_file.filename}: {key!r} is a group, not a dataset. The file has: {_describe_keys(h5_file)}."
+        )
+    return item
+
+
+def _has_link(h5_file: Any, key: str) -> bool:
+    with contextlib.suppress(KeyError, RuntimeError):
+        return h5_file.get(key, getlink=True) is not None
+    return False
+
+
+def _describe_keys(h5_file: Any) -> str:
+    keys = [f"{key!r} {item.shape} {type_name(item)}" for key, item in list_datasets(h5_file).items()]
+    return ", ".join(keys) if keys else "no datasets at all"
+
+
+def type_name(h5_dataset: Any) -> str:
+    """The element type in words, for types that numpy does not know too.
+
+    Args:
+        h5_dataset: An open h5py dataset.
+
+    Returns:
+        Such as `uint8`.
+    """
+    try:
+        return str(h5_dataset.dtype)
+    except TypeError:
+        return "unknown type"
+
+
+def pick_attributes(item: Any, most_elements: int = 4096) -> dict[str, Any]:
+    """Small attributes of a dataset or file as numpy arrays, strings and numbers.
+
+    Args:
+        item: An open h5py object.
+        most_elements: Larger attributes are left out.
+
+    Returns:
+        name -> value; unreadable attributes are left out.
+    """
+    picked: dict[str, Any] = {}
+    for name in item.attrs:
+        # An attribute of an exotic type must not make the data unreadable.
+        with contextlib.suppress(OSError, TypeError, KeyError, ValueError):
+            value = item.attrs[name]
+            if np.size(value) <= most_elements and not isinstance(value, h5py.Empty | h5py.Reference):
+                picked[name] = value
+    return picked

@@ -1,0 +1,187 @@
+"""One background thread that keeps a few batches ready.
+
+::
+
+    thread:    produce(0)  produce(1)  produce(2)  (ring full: waits)   produce(3) ...
+                    |           |          |                                |
+    ring:      [ ready | ready ]           +---- one in the making ----+
+                    |
+    consumer:  next(feed)      waits only while the ring is empty; that time is counted
+
+At most `num_slots` batches exist beside the one the consumer works on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, Self, TypeVar
+
+__all__ = ["Feed", "FeedStatistics"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class FeedStatistics:
+    """What feeding one epoch cost.
+
+    Attributes:
+        num_batches: Batches handed out.
+        num_samples: Samples in them.
+        num_bytes: Bytes in them.
+        wait_seconds: Time the consumer was blocked because no batch was ready.
+        produce_seconds: Time the thread spent on making batches.
+        elapsed_seconds: From the first request for a batch to the end of the latest one.
+    """
+
+    num_batches: int = 0
+    num_samples: int = 0
+    num_bytes: int = 0
+    wait_seconds: float = 0.0
+    produce_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the elapsed time that the consumer waited for data, 0 to 1."""
+        return self.wait_seconds / self.elapsed_seconds if self.elapsed_seconds > 0 else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rate at which the consumer took samples."""
+        return self.num_samples / self.elapsed_seconds if self.elapsed_seconds > 0 else 0.0
+
+
+class _Ring(Generic[T]):
+    """What the thread and the consumer share. The thread holds this, never the `Feed` itself."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.changed = threading.Condition()
+        self.ready: deque[T] = deque()
+        self.num_slots = num_slots
+        self.is_stopping = False
+        self.is_exhausted = False
+        self.error: BaseException | None = None
+        self.produce_seconds = 0.0
+
+
+def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int) -> None:
+    """Body of the thread."""
+    try:
+        for number in range(num_items):
+            with ring.changed:
+                # The slot for the batch in the making is taken before it is made.
+                ring.changed.wait_for(lambda: ring.is_stopping or len(ring.ready) < ring.num_slots)
+                if ring.is_stopping:
+                    return
+            begin = time.perf_counter()
+            item = produce(number)
+            with ring.changed:
+                ring.produce_seconds += time.perf_counter() - begin
+                ring.ready.append(item)
+                ring.changed.notify_all()
+            # The loop variable would keep the batch alive, and its buffer busy, until the next one is made.
+            del item
+    except BaseException as error:  # noqa: BLE001 - it is raised again in the consumer's thread
+        with ring.changed:
+            ring.error = error
+    finally:
+        with ring.changed:
+            ring.is_exhausted = True
+            ring.changed.notify_all()
+
+
+def _stop(ring: _Ring[T], thread: threading.Thread) -> None:
+    """End the thread and wait for it."""
+    with ring.changed:
+        ring.is_stopping = True
+        ring.ready.clear()
+        ring.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+class Feed(Generic[T]):
+    """Iterates over `produce(0)`, `produce(1)` ... made ahead of time by one thread.
+
+    Dropping the last reference, `close`, the end of the iteration and the end of the interpreter all end the
+    thread. An exception in `produce` is raised by `next` with its own type and text, after the batches that
+    were made before it.
+
+    Example:
+        >>> list(Feed(lambda number: number * number, num_items=4))
+        [0, 1, 4, 9]
+    """
+
+    def __init__(self, produce: Callable[[int], T], num_items: int, num_slots: int = 2) -> None:
+        """Start the thread.
+
+        Args:
+            produce: Makes item number i; runs in the thread, one call at a time. It must not refer to the feed.
+            num_items: How many items there are.
+            num_slots: Finished items waiting at most, at least 1.
+
+        Raises:
+            ValueError: `num_slots` is below 1.
+        """
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
+        self._ring: _Ring[T] = _Ring(num_slots)
+        thread = threading.Thread(
+            target=_fill, args=(self._ring, produce, num_items), name="gpufeed-reader", daemon=True
+        )
+        self.statistics = FeedStatistics()
+        self._begin: float | None = None
+        self._close = weakref.finalize(self, _stop, self._ring, thread)
+        thread.start()
+
+    def __iter__(self) -> Self:
+        """The feed itself: it runs once."""
+        return self
+
+    def __next__(self) -> T:
+        """The next item, waiting for it if need be.
+
+        Returns:
+            The item.
+
+        Raises:
+            StopIteration: All items were handed out, or the feed was closed.
+        """
+        ring = self._ring
+        begin = time.perf_counter()
+        if self._begin is None:
+            self._begin = begin
+        with ring.changed:
+            ring.changed.wait_for(lambda: ring.ready or ring.is_exhausted or ring.is_stopping)
+            item = ring.ready.popleft() if ring.ready else None
+            produced = ring.produce_seconds
+            ring.changed.notify_all()
+        end = time.perf_counter()
+        if item is None:
+            error, ring.error = ring.error, None
+            self.close()
+            if error is not None:
+                raise error
+            raise StopIteration
+        self.statistics = replace(
+            self.statistics,
+            num_batches=self.statistics.num_batches + 1,
+            wait_seconds=self.statistics.wait_seconds + (end - begin),
+            elapsed_seconds=end - self._begin,
+            produce_seconds=produced,
+        )
+        return item
+
+    def is_ready(self) -> bool:
+        """Whether `next` would return, or raise, without waiting. Costs no lock; never blocks."""
+        return bool(self._ring.ready) or self._ring.is_exhausted or self._ring.is_stopping
+
+    def close(self) -> None:
+        """End the thread and wait for it; the items not handed out are dropped. Closing twice is allowed."""
+        self._close()

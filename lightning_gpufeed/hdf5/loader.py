@@ -1,0 +1,401 @@
+"""`H5Loader`: batches from HDF5 files for any training loop, without Lightning."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_gpufeed.device.memory import HostBufferPool
+from lightning_gpufeed.errors import FeedError
+from lightning_gpufeed.hdf5.access import StrPath
+from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
+from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, parse_shuffle
+from lightning_gpufeed.hdf5.source import Batch, H5Source
+
+__all__ = ["H5Loader"]
+
+_STATE_VERSION = 1
+
+
+class H5Loader:
+    """Iterable over batches of one or more HDF5 files: shuffled, sharded, read ahead, resumable.
+
+    Yields dicts of host tensors in the file's own type (uint8 images stay uint8). One iteration is one epoch;
+    each has a new order, a function of `seed` and the epoch's number alone. Memory is bounded by `num_slots`
+    batches beside those the caller holds; a batch that is held is never overwritten.
+
+    All ranks take the same number of steps and together use every sample exactly once; the last step is split
+    evenly between them, so it may be smaller, or larger by one sample, than `batch_size`.
+
+    Host memory is pinned when a GPU is there, so `tensor.to(device, non_blocking=True)` overlaps; the memory is
+    not reused before such a copy is done.
+
+    The position is counted when a batch is handed out, not when it is read ahead. `state_dict` is a few
+    numbers, the same on every rank; loading it continues exactly, also with another `batch_size` or
+    `world_size`.
+
+    Example:
+        >>> loader = H5Loader("train.h5", batch_size=512)                # doctest: +SKIP
+        >>> for batch in loader:                                         # doctest: +SKIP
+        ...     images = batch["images"].to("cuda", non_blocking=True)
+    """
+
+    def __init__(
+        self,
+        path: StrPath | Sequence[StrPath] | H5Source,
+        batch_size: int,
+        *,
+        keys: Mapping[str, str] | Sequence[str] | str | None = None,
+        shuffle: Shuffle | str | bool | None = "full",
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        indices: npt.ArrayLike | None = None,
+        num_slots: int = 2,
+        pin_memory: bool | None = None,
+        to_batch: Callable[[Batch], Any] | None = None,
+    ) -> None:
+        """Read the layout of the files; nothing is mapped or started yet.
+
+        Args:
+            path: One file, several files used as one, or an open source.
+            batch_size: Samples per batch on this rank.
+            keys: Datasets to use: names, or field name -> key. None takes all of them.
+            shuffle: "full", "window", "window:N" or None; see `lightning_gpufeed.hdf5.order`.
+            seed: Decides every order.
+            rank: This process, 0 to `world_size` - 1.
+            world_size: Processes that share each epoch.
+            drop_last: Leave out the samples that do not fill a step on every rank.
+            indices: Use only these samples (int, 1-D; the unshuffled order is the order given).
+            num_slots: Batches read ahead, 1 to any.
+            pin_memory: Page-locked buffers; None means yes when a GPU is there.
+            to_batch: Turns the dict into what is yielded; must be picklable if the loader is to be.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            LayoutError: A file cannot be used.
+            ValueError: An argument is out of range.
+        """
+        self._owns_source = not isinstance(path, H5Source)
+        self.source = path if isinstance(path, H5Source) else H5Source(path, keys)
+        self.batch_size = batch_size
+        self.shuffle = parse_shuffle(shuffle)
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self._indices = _check_indices(indices, self.source.num_samples)
+        self.num_samples = self.source.num_samples if self._indices is None else len(self._indices)
+        self._num_slots = num_slots
+        self._pin_memory = pin_memory
+        self._to_batch = to_batch
+        self.sampler = EpochPosition()
+        self.statistics = FeedStatistics()
+        self._pool: HostBufferPool | None = None
+        self._running: weakref.ref[_Iteration] | None = None
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1} for world_size {world_size}.")
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; expected 0 or more.")
+        if EpochPlan(self.num_samples, batch_size, world_size, drop_last).step_samples > self.num_samples:
+            warnings.warn(
+                f"batch_size {batch_size} on {world_size} rank(s) is more than the dataset has "
+                f"({self.num_samples} samples): every epoch is one smaller batch.",
+                stacklevel=2,
+            )
+        if isinstance(self.shuffle, FullShuffle) and self.source.needs_decoding:
+            warnings.warn(
+                f"a full shuffle decodes a whole chunk for nearly every sample of this file "
+                f"({'; '.join(self.source.engine_lines)}). Use shuffle='window', or make the file fast once with: "
+                f"gpufeed pack {self.source.paths[0]} OUT.h5",
+                stacklevel=2,
+            )
+
+    def __len__(self) -> int:
+        """Batches of this rank in the coming epoch.
+
+        In an epoch resumed with other sizes: those handed out before plus those to come.
+        """
+        return self.sampler.steps_done + self._plan(self.sampler.samples_consumed).num_steps
+
+    def _plan(self, start: int) -> EpochPlan:
+        return EpochPlan(
+            self.num_samples, self.batch_size, self.world_size, self.drop_last, min(start, self.num_samples)
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch, or go on with the one that was loaded.
+
+        Which one is decided at the first batch, so a state may still be loaded, or the epoch set, after this.
+
+        Returns:
+            Iterator over this rank's batches.
+        """
+        return _Iteration(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is. Without this they count up from 0.
+
+        Args:
+            epoch: Counts from 0.
+        """
+        self.sampler.set_epoch(epoch)
+
+    def is_ready(self) -> bool:
+        """Whether the next batch can be had without waiting. False before the first batch of an epoch."""
+        running = self._running() if self._running is not None else None
+        return running is not None and running.is_ready()
+
+    def _stop_running(self) -> None:
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close()
+        self._running = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last batch handed out.
+
+        Returns:
+            Plain numbers and strings, the same on every rank.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "digest": self.source.digest(),
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": str(self.shuffle),
+            "epoch": self.sampler.epoch,
+            "samples_consumed": self.sampler.samples_consumed,
+            "steps_done": self.sampler.steps_done,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved position at the next iteration.
+
+        The seed and the shuffle of the state are taken over: they belong to the position.
+
+        Args:
+            state_dict: From `state_dict`, of any rank.
+
+        Raises:
+            ValueError: The state is of another kind or version.
+            FeedError: The state was saved over other data.
+        """
+        if state_dict.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"the loader state has version {state_dict.get('version')!r}; expected {_STATE_VERSION}. "
+                f"Was it saved by another loader?"
+            )
+        if (state_dict["digest"], state_dict["num_samples"]) != (self.source.digest(), self.num_samples):
+            raise FeedError(
+                f"the position was saved over {state_dict['num_samples']} samples (digest {state_dict['digest']}), "
+                f"but {', '.join(self.source.paths)} gives {self.num_samples} (digest {self.source.digest()}): the "
+                f"order cannot be continued over other data. Use the same files and split, or start without the "
+                f"loader's state."
+            )
+        self.seed = state_dict["seed"]
+        self.shuffle = parse_shuffle(state_dict["shuffle"])
+        self.sampler.load(state_dict["epoch"], state_dict["samples_consumed"], state_dict["steps_done"])
+
+    def close(self) -> None:
+        """End the thread and close the files, unless the source was given open. Iterating again opens them."""
+        self._stop_running()
+        if self._owns_source:
+            self.source.close()
+
+    def __enter__(self) -> Self:
+        """The loader."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but buffers and the running iteration."""
+        return {**self.__dict__, "_pool": None, "_running": None}
+
+    def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
+        """Begin the epoch that `sampler` says, in a new thread; ends the iteration that runs, if any."""
+        self._stop_running()
+        self._running = weakref.ref(iteration)
+        self.source.check_unchanged()
+        is_over = self._plan(self.sampler.samples_consumed).num_steps == 0
+        plan = self._plan(self.sampler.begin(is_over))
+        if plan.num_left_out and not self.drop_last:
+            warnings.warn(
+                f"the rest of this epoch, {plan.num_left_out} sample(s), is less than one for each of the "
+                f"{self.world_size} ranks and is left out. It was begun with fewer ranks.",
+                stacklevel=4,
+            )
+        if self._pool is None or self._pool.most_rows < plan.most_rows:
+            is_pinned = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
+            # A later epoch's last step may be one row larger.
+            most_rows = max(plan.most_rows, min(self.batch_size, self.num_samples)) + 1
+            # The ring, the batch the caller works on, and the one it is about to drop.
+            self._pool = HostBufferPool(
+                self.source.specs, most_rows, self._num_slots + 2, is_pinned=is_pinned
+            )
+        produce = _Producer(self, self.sampler.epoch, plan, self._pool)
+        return Feed(produce, plan.num_steps, self._num_slots), plan
+
+
+class _Producer:
+    """Makes batch number i of an epoch; runs in the feed's thread."""
+
+    def __init__(self, loader: H5Loader, epoch: int, plan: EpochPlan, pool: HostBufferPool) -> None:
+        self._source = loader.source
+        self._indices = loader._indices
+        self._shuffle = loader.shuffle
+        self._seed = loader.seed
+        self._rank = loader.rank
+        self._epoch = epoch
+        self._plan = plan
+        self._pool = pool
+        self._order: npt.NDArray[np.int64] | None = None
+
+    def __call__(self, step: int) -> Batch:
+        if self._order is None:
+            order = self._shuffle.permutation(self._plan.num_samples, self._seed, self._epoch)
+            self._order = order if self._indices is None else self._indices[order]
+        first, stop = self._plan.rank_bounds(step, self._rank)
+        return self._source.read(self._order[first:stop], self._pool.acquire(stop - first))
+
+
+class _Iteration:
+    """One epoch over a loader. The thread starts at the first batch."""
+
+    def __init__(self, loader: H5Loader) -> None:
+        self._loader = loader
+        self._feed: Feed[Batch] | None = None
+        self._plan: EpochPlan | None = None
+        self._step = 0
+        self._is_replaced = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._is_replaced:
+            raise FeedError(
+                "this iteration was ended because another one over the same loader began, or the loader was closed. "
+                "Make a second H5Loader to read twice at the same time."
+            )
+        if self._feed is None:
+            self._feed, self._plan = loader._start(self)
+        assert self._plan is not None
+        feed = self._feed
+        batch = next(feed)
+        first, stop = self._plan.bounds(self._step)
+        rank_first, rank_stop = self._plan.rank_bounds(self._step, loader.rank)
+        self._step += 1
+        loader.sampler.advance(stop - first)
+        feed.statistics.num_samples += rank_stop - rank_first
+        feed.statistics.num_bytes += sum(t.nbytes for t in batch.values() if isinstance(t, torch.Tensor))
+        loader.statistics = feed.statistics
+        return batch if loader._to_batch is None else loader._to_batch(batch)
+
+    def is_ready(self) -> bool:
+        return self._feed is not None and self._feed.is_ready()
+
+    def close(self) -> None:
+        self._is_replaced = self._feed is not None
+        if self._feed is not None:
+            self._feed.close()
+
+
+class EpochPosition:
+    """Where a loader is: an epoch and how much of it is used.
+
+    It stands under the name `sampler` on the loader, where Lightning looks for `set_epoch`.
+
+    Attributes:
+        epoch: The epoch running, or to come.
+        samples_consumed: Samples of it that all ranks together were handed.
+        steps_done: Batches of it that each rank was handed.
+    """
+
+    def __init__(self) -> None:
+        """Before epoch 0."""
+        self.epoch = 0
+        self.samples_consumed = 0
+        self.steps_done = 0
+        self._is_begun = False
+        self._is_epoch_set = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is.
+
+        Args:
+            epoch: Counts from 0.
+        """
+        if epoch != self.epoch or self._is_begun:
+            self.load(epoch, 0, 0)
+        self._is_epoch_set = True
+
+    def load(self, epoch: int, samples_consumed: int, steps_done: int) -> None:
+        """Go to a saved position.
+
+        Args:
+            epoch: The epoch.
+            samples_consumed: Samples of it used.
+            steps_done: Batches of it handed to each rank.
+        """
+        self.epoch = epoch
+        self.samples_consumed = samples_consumed
+        self.steps_done = steps_done
+        self._is_begun = False
+        self._is_epoch_set = False
+
+    def begin(self, is_over: bool) -> int:
+        """An iteration begins: settle its epoch.
+
+        Args:
+            is_over: Whether the position leaves no step of its epoch.
+
+        Returns:
+            Samples of the epoch that are used already.
+        """
+        if self._is_begun or (is_over and not self._is_epoch_set):
+            self.load(self.epoch + 1, 0, 0)
+        self._is_begun = True
+        self._is_epoch_set = False
+        return self.samples_consumed
+
+    def advance(self, num_samples: int) -> None:
+        """A batch was handed out.
+
+        Args:
+            num_samples: Samples that all ranks together got.
+        """
+        self.samples_consumed += num_samples
+        self.steps_done += 1
+
+
+def _check_indices(indices: npt.ArrayLike | None, num_samples: int) -> npt.NDArray[np.int64] | None:
+    """Indices as int64, refused if one is out of range."""
+    if indices is None:
+        return None
+    array = np.asarray(indices)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"indices has shape {array.shape} and type {array.dtype}; expected a 1-D array of integers."
+        )
+    if not array.size:
+        raise ValueError("indices is empty; expected at least one sample.")
+    if array.min() < 0 or array.max() >= num_samples:
+        raise ValueError(
+            f"indices run from {array.min()} to {array.max()}; expected 0 to {num_samples - 1}, the samples in the "
+            f"file(s)."
+        )
+    return array.astype(np.int64)

@@ -1,0 +1,252 @@
+"""In which order samples are used, and which of them a rank gets in a step. Pure: no file, no device.
+
+One epoch is one permutation of all samples, cut step by step::
+
+    permutation   | step 0                | step 1                | last step |
+                  | rank 0    | rank 1    | rank 0    | rank 1    | r 0 | r 1 |
+
+Step g owns the g-th slice of `batch_size * world_size` samples and rank r the r-th part of that slice, so the
+samples used so far are always a prefix of the permutation. The position in an epoch is therefore one number,
+whatever the batch size or the number of ranks was when it was written down: resuming with others is exact.
+
+No sample is lost and none used twice. What is left over for the last step is split evenly; when less than one
+sample per rank is left it is added to the step before. Every rank takes the same number of steps.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["EpochPlan", "FullShuffle", "NoShuffle", "Shuffle", "WindowShuffle", "parse_shuffle"]
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FullShuffle:
+    """Every order equally likely: a seeded permutation of all samples, new in each epoch."""
+
+    def permutation(self, num_samples: int, seed: int, epoch: int) -> Indices:
+        """Order of the samples in one epoch.
+
+        Args:
+            num_samples: How many there are.
+            seed: Any non-negative integer.
+            epoch: Counts from 0.
+
+        Returns:
+            int64 (num_samples,); the same for the same arguments on every machine and numpy version.
+        """
+        return np.argsort(_random_bits(num_samples, seed, epoch), kind="stable")
+
+    def __str__(self) -> str:
+        """The form `parse_shuffle` reads."""
+        return "full"
+
+
+@dataclass(frozen=True)
+class WindowShuffle:
+    """A shuffle that moves a sample by fewer than `window_samples` places, for files that decode whole chunks.
+
+    Each sample is held back by a random number of places below the window, like a shuffle buffer that rolls
+    along the file: at any time only samples of one window are in play, so each chunk is decoded once.
+
+    Attributes:
+        window_samples: Size of the window. The wider, the closer to a full shuffle.
+    """
+
+    window_samples: int = 4096
+
+    def __post_init__(self) -> None:
+        """Check the window.
+
+        Raises:
+            ValueError: The window is not positive.
+        """
+        if self.window_samples < 1:
+            raise ValueError(f"window_samples is {self.window_samples}; expected at least 1.")
+
+    def permutation(self, num_samples: int, seed: int, epoch: int) -> Indices:
+        """Order of the samples in one epoch.
+
+        Args:
+            num_samples: How many there are.
+            seed: Any non-negative integer.
+            epoch: Counts from 0.
+
+        Returns:
+            int64 (num_samples,).
+        """
+        # The upper 53 bits make a float in [0, 1) exactly.
+        delay = (_random_bits(num_samples, seed, epoch) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return np.argsort(np.arange(num_samples) + delay * self.window_samples, kind="stable")
+
+    def __str__(self) -> str:
+        """The form `parse_shuffle` reads."""
+        return f"window:{self.window_samples}"
+
+
+@dataclass(frozen=True)
+class NoShuffle:
+    """The order of the file."""
+
+    def permutation(self, num_samples: int, seed: int, epoch: int) -> Indices:
+        """Order of the samples in one epoch.
+
+        Args:
+            num_samples: How many there are.
+            seed: Not used.
+            epoch: Not used.
+
+        Returns:
+            int64 (num_samples,): 0, 1, 2 ...
+        """
+        return np.arange(num_samples, dtype=np.int64)
+
+    def __str__(self) -> str:
+        """The form `parse_shuffle` reads."""
+        return "none"
+
+
+Shuffle = FullShuffle | WindowShuffle | NoShuffle
+
+
+def parse_shuffle(shuffle: Shuffle | str | bool | None) -> Shuffle:
+    """Read the forms a user or a YAML file gives a shuffle in.
+
+    Args:
+        shuffle: A value of this module; "full" or True; "window" or "window:N"; "none", False or None.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(shuffle, FullShuffle | WindowShuffle | NoShuffle):
+        return shuffle
+    if shuffle is None or shuffle is False or shuffle == "none":
+        return NoShuffle()
+    if shuffle is True or shuffle == "full":
+        return FullShuffle()
+    if isinstance(shuffle, str) and (match := re.fullmatch(r"window(?::(\d+))?", shuffle)):
+        return WindowShuffle(int(match[1])) if match[1] else WindowShuffle()
+    raise ValueError(
+        f"shuffle={shuffle!r} is not understood; expected 'full', 'window', 'window:N' (N samples) or None."
+    )
+
+
+def _random_bits(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    """One 64-bit number per sample from a bit generator whose stream numpy keeps the same in all versions."""
+    return np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Which samples each rank takes in each step of one epoch, from a position to the end.
+
+    Attributes:
+        num_samples: Samples in the epoch.
+        batch_size: Samples per rank and step.
+        world_size: Number of ranks that share the epoch.
+        drop_last: Leave out what does not fill a step on every rank.
+        start: Samples used before; the plan covers the rest.
+    """
+
+    num_samples: int
+    batch_size: int
+    world_size: int = 1
+    drop_last: bool = False
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ValueError: A size is out of range, or there are fewer samples than ranks.
+        """
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1.")
+        if self.world_size < 1:
+            raise ValueError(f"world_size is {self.world_size}; expected at least 1.")
+        if not 0 <= self.start <= self.num_samples:
+            raise ValueError(
+                f"start is {self.start}; expected 0 to {self.num_samples}, the number of samples."
+            )
+        if self.drop_last and self.num_samples < self.step_samples:
+            raise ValueError(
+                f"drop_last leaves no step: the dataset has {self.num_samples} samples and one step takes "
+                f"{self.step_samples} (batch_size {self.batch_size} x {self.world_size} ranks). "
+                f"Make batch_size smaller, or leave drop_last off."
+            )
+        if self.num_samples < self.world_size:
+            raise ValueError(
+                f"{self.num_samples} samples cannot be shared by {self.world_size} ranks without repeating one. "
+                f"Use fewer ranks, or more samples."
+            )
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that all ranks together take in a full step."""
+        return self.batch_size * self.world_size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from `start` to the end, the same on every rank."""
+        full, rest = divmod(self.num_samples - self.start, self.step_samples)
+        return full if self.drop_last or rest < self.world_size else full + 1
+
+    @property
+    def num_left_out(self) -> int:
+        """Samples of this epoch that no step takes.
+
+        0 without `drop_last`, but for one case: an epoch resumed with more ranks than it has samples left.
+        """
+        return self.num_samples - (self.bounds(self.num_steps - 1)[1] if self.num_steps else self.start)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Part of the permutation that all ranks together take in a step.
+
+        Args:
+            step: Counts from 0 at `start`.
+
+        Returns:
+            (first, stop) positions in the permutation.
+
+        Raises:
+            IndexError: There is no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of {self.num_steps}.")
+        first = self.start + step * self.step_samples
+        is_last = step == self.num_steps - 1
+        return first, self.num_samples if is_last and not self.drop_last else first + self.step_samples
+
+    def rank_bounds(self, step: int, rank: int) -> tuple[int, int]:
+        """Part of the permutation that one rank takes in a step.
+
+        Args:
+            step: Counts from 0 at `start`.
+            rank: 0 to world_size - 1.
+
+        Returns:
+            (first, stop) positions in the permutation. Sizes on the ranks differ by at most one.
+        """
+        first, stop = self.bounds(step)
+        share, extra = divmod(stop - first, self.world_size)
+        begin = first + rank * share + min(rank, extra)
+        return begin, begin + share + (1 if rank < extra else 0)
+
+    @property
+    def most_rows(self) -> int:
+        """Largest number of samples one rank gets in one step: `batch_size`, or one more in the last step."""
+        if not self.num_steps:
+            return 0
+        first, stop = self.bounds(self.num_steps - 1)
+        return max(-(-(stop - first) // self.world_size), self.batch_size if self.num_steps > 1 else 0)
+
+

@@ -1,0 +1,267 @@
+"""One or more HDF5 files as a single collection of samples with named fields."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_gpufeed.device.memory import TensorSpec
+from lightning_gpufeed.errors import FeedError, LayoutError
+from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
+from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
+from lightning_gpufeed.hdf5.reader import FieldReader, open_reader, read_objects, spec_of
+
+__all__ = ["Batch", "H5Source"]
+
+Batch = dict[str, Any]
+"""Field name -> tensor (n, *sample_shape), or a list of n strings or tensors of varying length."""
+
+Indices = npt.NDArray[np.int64]
+
+_DIGEST_SAMPLES = 16
+
+
+class H5Source:
+    """Samples of one or more files with the same keys, counted through all of them in the order given.
+
+    Opening reads the layouts only; files are mapped at the first batch. Pickling keeps names and layouts but
+    nothing open, so a source can be sent to another process under any start method.
+
+    Attributes:
+        paths: The files, absolute.
+        fields: Field name -> layouts, one per file.
+        num_samples: Samples in all files together.
+
+    Example:
+        >>> source = H5Source("train.h5", keys=["images", "labels"])     # doctest: +SKIP
+        >>> source.num_samples                                           # doctest: +SKIP
+        60000
+    """
+
+    def __init__(
+        self,
+        path: StrPath | Sequence[StrPath],
+        keys: Mapping[str, str] | Sequence[str] | str | None = None,
+        *,
+        resident_bytes: int = 256 << 20,
+        cache_bytes: int = 256 << 20,
+    ) -> None:
+        """Read the layouts.
+
+        Args:
+            path: One file or several.
+            keys: Datasets to use: names, or field name -> key. None takes every dataset of the first file.
+            resident_bytes: Arrays of rows up to 64 bytes and of this total are read once and kept in memory.
+            cache_bytes: Limit of decoded chunks kept per field, for files that have to be decoded.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            LayoutError: A file or key cannot be used, lengths differ within a file, or shapes differ between files.
+        """
+        paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+        if not paths:
+            raise ValueError("no file was given; expected a path or a list of paths.")
+        self.paths = tuple(os.path.abspath(one) for one in paths)
+        self._resident_bytes = resident_bytes
+        self._cache_bytes = cache_bytes
+        names = _named_keys(self.paths[0], keys)
+        self.fields: dict[str, tuple[H5DatasetLayout, ...]] = {
+            name: tuple(read_layout(one, key) for one in self.paths) for name, key in names.items()
+        }
+        for position, one in enumerate(self.paths):
+            _refuse_unequal_lengths(one, [layouts[position] for layouts in self.fields.values()])
+        for layouts in self.fields.values():
+            _refuse_different_shapes(layouts)
+        first = next(iter(self.fields.values()))
+        self.num_samples = sum(layout.num_samples for layout in first)
+        if self.num_samples == 0:
+            raise LayoutError(
+                f"{', '.join(self.paths)}: dataset {first[0].key!r} holds no samples (shape {first[0].shape}); "
+                f"expected at least one. Was the file packed to the end?"
+            )
+        self._readers: dict[str, FieldReader] = {}
+        self._objects: dict[str, list[Any]] = {}
+        self._digest: str | None = None
+        self._opening = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is open."""
+        return {**self.__dict__, "_readers": {}, "_objects": {}, "_opening": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; files are opened at the first read."""
+        self.__dict__.update(state, _opening=threading.Lock())
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Field name -> row shape and dtype, for the fields that are tensors."""
+        return {
+            name: spec_of(layouts[0]) for name, layouts in self.fields.items() if layouts[0].is_tensor
+        }
+
+    @property
+    def engine_lines(self) -> list[str]:
+        """One line per field: how it is read and why."""
+        lines = []
+        for name, layouts in self.fields.items():
+            slow = next((layout for layout in layouts if layout.engine is Engine.H5PY), layouts[0])
+            lines.append(f"{name}: {slow.engine} ({slow.engine_reason})")
+        return lines
+
+    @property
+    def needs_decoding(self) -> bool:
+        """Whether the largest field is read by whole chunks, so that its access order decides the speed."""
+        largest = max(self.fields.values(), key=lambda layouts: sum(layout.total_bytes for layout in layouts))
+        return any(layout.engine is Engine.H5PY for layout in largest)
+
+    def check_unchanged(self) -> None:
+        """Make sure that no file changed since its layout was read.
+
+        Raises:
+            FeedError: A file was replaced, written to, or is gone. The byte offsets noted would be wrong.
+        """
+        for layouts in self.fields.values():
+            for layout in layouts:
+                for stamp in layout.stamps:
+                    if difference := stamp.difference():
+                        raise FeedError(
+                            f"{stamp.path} {difference} since it was opened, so its samples may lie elsewhere now. "
+                            f"Build the loader or DataModule again to use the new file."
+                        )
+
+    def read(self, indices: Indices, out: Mapping[str, torch.Tensor]) -> Batch:
+        """Read samples by number.
+
+        Args:
+            indices: int64 (n,), any order, repeats allowed.
+            out: Field name -> contiguous host tensor (n, *sample_shape) to write to, for every field in `specs`.
+
+        Returns:
+            The tensors of `out` and a list for each field that is not a tensor, in the order of `fields`.
+
+        Raises:
+            FeedError: Reading failed.
+        """
+        batch: Batch = {}
+        for name, layouts in self.fields.items():
+            if not layouts[0].is_tensor:
+                values = self._object_field(name)
+                batch[name] = [values[index] for index in indices.tolist()]
+                continue
+            self._reader(name).read_into(indices, out[name])
+            batch[name] = out[name]
+        return batch
+
+    def read_new(self, indices: Indices) -> Batch:
+        """Read samples by number into new tensors.
+
+        Args:
+            indices: int64 (n,).
+
+        Returns:
+            The batch.
+        """
+        out = {
+            name: torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype)
+            for name, spec in self.specs.items()
+        }
+        return self.read(indices, out)
+
+    def read_field(self, name: str, indices: Indices) -> torch.Tensor:
+        """Read one tensor field into a new tensor.
+
+        Args:
+            name: Field name.
+            indices: int64 (n,).
+
+        Returns:
+            (n, *sample_shape).
+        """
+        spec = self.specs[name]
+        out = torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype)
+        self._reader(name).read_into(indices, out)
+        return out
+
+    def _reader(self, name: str) -> FieldReader:
+        with self._opening:
+            if name not in self._readers:
+                self._readers[name] = open_reader(
+                    self.fields[name], resident_bytes=self._resident_bytes, cache_bytes=self._cache_bytes
+                )
+            return self._readers[name]
+
+    def _object_field(self, name: str) -> list[Any]:
+        with self._opening:
+            if name not in self._objects:
+                self._objects[name] = read_objects(self.fields[name])
+            return self._objects[name]
+
+    def digest(self) -> str:
+        """A short text that stays the same when the files are copied or re-chunked, and changes with their content.
+
+        Made of shapes, dtypes and a checksum over 16 samples spread evenly; it tells whether a saved position
+        belongs to this data.
+
+        Returns:
+            Hexadecimal digits.
+        """
+        if self._digest is None:
+            picked = np.unique(
+                np.linspace(0, self.num_samples - 1, _DIGEST_SAMPLES).round().astype(np.int64)
+            )
+            crc = zlib.crc32(repr(self.num_samples).encode())
+            for name, spec in sorted(self.specs.items()):
+                crc = zlib.crc32(f"{name}{spec.row_shape}{spec.dtype}".encode(), crc)
+                values = self.read_field(name, picked)
+                crc = zlib.crc32(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+            self._digest = f"{crc:08x}"
+        return self._digest
+
+    def close(self) -> None:
+        """Let go of files and memory; the next read opens them again."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._objects.clear()
+
+
+def _named_keys(path: str, keys: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
+    """Field name -> key."""
+    if isinstance(keys, str):
+        return {keys: keys}
+    if isinstance(keys, Mapping):
+        return dict(keys)
+    if keys is not None:
+        return {key: key for key in keys}
+    with open_file(path) as h5_file:
+        found = {key: key for key in list_datasets(h5_file)}
+    if not found:
+        raise LayoutError(f"{path}: there are no datasets in it; expected at least one array of samples.")
+    return found
+
+
+def _refuse_unequal_lengths(path: str, layouts: Sequence[H5DatasetLayout]) -> None:
+    if len({layout.num_samples for layout in layouts}) > 1:
+        lengths = ", ".join(f"{layout.key!r} {layout.num_samples}" for layout in layouts)
+        raise LayoutError(
+            f"{path}: the datasets have different numbers of samples: {lengths}. "
+            f"Name those that belong together."
+        )
+
+
+def _refuse_different_shapes(layouts: Sequence[H5DatasetLayout]) -> None:
+    first = layouts[0]
+    for layout in layouts[1:]:
+        if (layout.sample_shape, layout.dtype) != (first.sample_shape, first.dtype):
+            raise LayoutError(
+                f"{layout.path}: dataset {layout.key!r} has samples of shape {layout.sample_shape} and type "
+                f"{layout.dtype}, but {first.path} has {first.sample_shape} and {first.dtype}. "
+                f"Files used as one dataset must agree."
+            )

@@ -1,0 +1,218 @@
+"""Around every test: nothing is left behind, and every test starts from the same state.
+
+::
+
+    before  same seeds; a list of threads, processes, HDF5 files, environment, directory
+    after   process group destroyed, directory, environment and torch settings put back
+            a new thread, process or open HDF5 file, a moved directory, a changed variable: the test fails
+
+Tests marked `gpu` are skipped where there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import psutil
+import pytest
+import torch
+
+GRACE_SECONDS = 2.0
+"""How long a thread or process that was told to stop may take to do so."""
+
+H5_NAME = re.compile(r"\.(h5|hdf5)\b")
+
+SET_BY_LIBRARIES = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",  # pytest: another value in each phase of a test
+        "PL_GLOBAL_SEED",  # lightning.seed_everything ...
+        "PL_SEED_WORKERS",
+        "MASTER_ADDR",  # Lightning's launchers: where a rank finds its peers ...
+        "MASTER_PORT",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "LOCAL_RANK",
+        "OMP_NUM_THREADS",  # ... and how it shares the cores with them
+        "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
+        "CUDA_DEVICE_ORDER",  # Lightning's CUDA accelerator
+        "PYTORCH_NVML_BASED_CUDA_CHECK",  # importing lightning.fabric
+    }
+)
+"""Variables that a library sets by itself: put back, but no fault of the test."""
+
+CALL_FAILED = pytest.StashKey[bool]()
+
+# The first example of a property pays for imports and page faults, so a deadline per example would fail at
+# random; pytest-timeout bounds the whole test. On CI the examples are the same in every run.
+hypothesis.settings.register_profile("gpufeed", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+hypothesis.settings.load_profile("gpufeed")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Note whether the test itself failed: its traceback then keeps local variables alive."""
+    report = yield
+    if call.when == "call":
+        item.stash[CALL_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest, _same_start: None) -> Iterator[None]:
+    """Fail a test that leaves a thread, a process or an open HDF5 file, or moves the whole program."""
+    threads, processes, h5_files = set(threading.enumerate()), _child_processes(), _open_h5_files()
+    directory, environment = Path.cwd(), dict(os.environ)
+    yield
+    _destroy_process_group()
+    left = [
+        *_leaked_threads(threads),
+        *_leaked_processes(processes),
+        *_restored_directory(directory),
+        *_restored_environment(environment),
+    ]
+    # The traceback of a failed test holds what its frames held, an open file too: that is no leak.
+    if not request.node.stash.get(CALL_FAILED, False):
+        left += _leaked_h5_files(h5_files)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Seed every generator, and put torch's global settings back afterwards."""
+    random.seed(0)
+    np.random.seed(0)  # the global generator is what a test could depend on unawares
+    torch.manual_seed(0)
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
+    torch.set_num_threads(num_threads)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports torch's compiler, a second
+        torch.use_deterministic_algorithms(False)
+
+
+def _destroy_process_group() -> None:
+    """End a process group that a strategy opened in this process; Lightning leaves it to interpreter exit."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _leaked_threads(before: set[threading.Thread]) -> list[str]:
+    """Name the threads that are new and do not end by themselves."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    new = [thread for thread in threading.enumerate() if thread not in before and not _is_of_library(thread)]
+    for thread in new:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [f"thread {thread.name!r} (daemon={thread.daemon})" for thread in new if thread.is_alive()]
+
+
+def _is_of_library(thread: threading.Thread) -> bool:
+    """Tell the threads that a library keeps for its own ends, out of a test's reach."""
+    # A C++ thread (autograd's) that once ran a Python hook: not started by Python, cannot be joined.
+    if isinstance(thread, threading._DummyThread):
+        return True
+    # tqdm's monitor of stalled bars, one per process; Lightning's progress bar starts it.
+    if type(thread).__module__ == "tqdm._monitor":
+        return True
+    # Lightning's watch over the ranks it started: ends by itself at its next look, every five seconds.
+    if type(thread).__name__ == "_ChildProcessObserver":
+        return True
+    # multiprocessing's server for file descriptors of tensors that were sent to another process.
+    sharer = sys.modules.get("multiprocessing.resource_sharer")
+    return sharer is not None and thread is sharer._resource_sharer._thread
+
+
+def _child_processes() -> set[psutil.Process]:
+    """Give the running children, without those that multiprocessing keeps until the interpreter ends."""
+    multiprocessing.active_children()  # collects the exit status of those that have ended
+    helpers = set()
+    if tracker := sys.modules.get("multiprocessing.resource_tracker"):
+        helpers.add(tracker._resource_tracker._pid)
+    if server := sys.modules.get("multiprocessing.forkserver"):
+        helpers.add(server._forkserver._forkserver_pid)
+    return {child for child in psutil.Process().children(recursive=True) if child.pid not in helpers}
+
+
+def _leaked_processes(before: set[psutil.Process]) -> list[str]:
+    """Name the child processes that are new and do not end by themselves, and kill them."""
+    _, alive = psutil.wait_procs(_child_processes() - before, timeout=GRACE_SECONDS)
+    left = []
+    for process in alive:
+        try:
+            left.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.kill()
+        except psutil.NoSuchProcess:  # ended just now, after the time it was given
+            left.append(f"process {process.pid}, which ended after more than {GRACE_SECONDS} s")
+    psutil.wait_procs(alive, timeout=GRACE_SECONDS)
+    return left
+
+
+def _open_h5_files() -> set[str]:
+    """Give the HDF5 files that are open or mapped, as `descriptor -> path` and `mapping of path`."""
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.exists():  # not Linux
+        return set()
+    found = set()
+    for descriptor in descriptors.iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except FileNotFoundError:  # the descriptor of this very listing
+            continue
+        if H5_NAME.search(target):
+            found.add(f"descriptor {descriptor.name} -> {target}")
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        _, slash, path = line.partition(" /")
+        if slash and H5_NAME.search(path):
+            found.add(f"mapping of /{path}")
+    return found
+
+
+def _leaked_h5_files(before: set[str]) -> list[str]:
+    """Name the HDF5 files that were opened or mapped and still are."""
+    left = _open_h5_files() - before
+    if left:
+        gc.collect()  # an exception that a test caught may hold a file in a reference cycle
+        left = _open_h5_files() - before
+    return [f"open HDF5 file: {name}" for name in sorted(left)]
+
+
+def _restored_directory(before: Path) -> list[str]:
+    """Go back to the directory of before and tell if the test had left it."""
+    try:
+        now = Path.cwd()
+    except FileNotFoundError:
+        now = Path("a directory that is gone")
+    os.chdir(before)
+    return [] if now == before else [f"current directory moved to {now}"]
+
+
+def _restored_environment(before: dict[str, str]) -> list[str]:
+    """Put the environment back and name the variables that no library is known to set."""
+    now = dict(os.environ)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}" for name in changed if name not in SET_BY_LIBRARIES]

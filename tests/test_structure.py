@@ -1,0 +1,145 @@
+"""The shape of the repository: small files, a test file per module, nothing of one machine in it.
+
+Which way imports may go is held by import-linter (`make check`); here only that no part escapes its contracts.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_gpufeed"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+
+MAX_LINES = 400
+
+# Test files about the whole rather than about one module.
+ABOUT_THE_WHOLE = {
+    "test_bugs.py",
+    "test_conftest.py",
+    "test_equivalence.py",
+    "test_examples.py",
+    "test_private_api.py",
+    "test_public_api.py",
+    "test_structure.py",
+}
+
+ADAPTERS = {"callbacks", "datamodules", "strategies"}  # the only parts that may import Lightning, beside ...
+ABOVE_THE_ADAPTERS = {"__init__", "__main__", "cli"}  # ... what imports them
+
+# An absolute path that names a place on one machine, under the usual roots of Linux, macOS and Windows.
+MACHINE_PATH = re.compile(r"(?<![\w.<>$}/])/(?:tmp|work|root|opt|mnt|srv|home|Users)/[\w.]|\b[A-Z]:\\Users\\")
+
+# Written in two parts, so that this file does not hold what it looks for.
+REGISTRY_HOSTS = re.compile(
+    "|".join(
+        re.escape(f"{name}.{domain}")
+        for name, domain in [
+            ("pypi", "org"),
+            ("pythonhosted", "org"),
+            ("download.pytorch", "org"),
+            ("npmjs", "org"),
+            ("anaconda", "org"),
+            ("deb.debian", "org"),
+        ]
+    )
+)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tracked_files() -> list[Path]:
+    """Give what git tracks, and what it would track: a file that is about to be committed counts."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("only git knows which files belong to the repository, and this is no git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def lines_that_match(pattern: re.Pattern[str]) -> list[str]:
+    found = []
+    for path in tracked_files():
+        content = path.read_bytes()
+        if b"\0" in content:  # not text
+            continue
+        for number, line in enumerate(content.decode().splitlines(), start=1):
+            if pattern.search(line):
+                found.append(f"{relative(path)}:{number}: {line.strip()}")
+    return found
+
+
+def test_no_module_is_longer_than_can_be_read_in_one_go():
+    too_long = {relative(path): count for path in MODULES if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    assert too_long == {}
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends():
+    drawers = [relative(path) for path in PACKAGE.rglob("*") if path.stem.strip("_") in {"utils", "util", "common"}]
+    assert drawers == []
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=relative)
+def test_every_test_file_belongs_to_a_module_of_the_same_name(path):
+    folder = path.parent.relative_to(ROOT / "tests")
+    if folder == Path() and path.name in ABOUT_THE_WHOLE:
+        return
+    if folder.parts[:1] == ("gpu",):  # tests that need a device, in the order of the package
+        folder = Path(*folder.parts[1:])
+    subject = path.stem.removeprefix("test_")
+    modules = {module.stem.lstrip("_") for module in (PACKAGE / folder).glob("*.py")} | {
+        package.parent.name for package in (PACKAGE / folder).glob("*/__init__.py")
+    }
+    # test_reader.py, or test_reader_engines.py where one file about the reader would be too long
+    assert any(subject == module or subject.startswith(f"{module}_") for module in modules), (
+        f"{relative(path)} is about none of {sorted(modules)} in lightning_gpufeed/{folder.as_posix()}; rename it, or, if it is "
+        "about the whole, add it to ABOUT_THE_WHOLE"
+    )
+
+
+def test_every_part_below_the_adapters_is_forbidden_to_import_lightning():
+    parts = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {path.stem for path in PACKAGE.glob("*.py")}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [forbidden] = [contract for contract in contracts if contract["type"] == "forbidden"]
+    held = {name.removeprefix("lightning_gpufeed.") for name in forbidden["source_modules"]}
+    assert held == parts - ADAPTERS - ABOVE_THE_ADAPTERS
+
+
+def test_no_file_holds_a_path_of_one_machine():
+    assert lines_that_match(MACHINE_PATH) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["open('/{}/x.h5')", '"/{}/x"', "(/{}/x)", " /{}/x"],
+)
+@pytest.mark.parametrize("place", ["tmp", "work", "root", "home", "Users"])
+def test_a_path_of_one_machine_is_recognised(line, place):
+    assert MACHINE_PATH.search(line.format(place))
+
+
+@pytest.mark.parametrize("line", ["tests/work/x", "https://host/{}/x".format("home"), "$HOME/work/x", "/proc/self/fd"])
+def test_a_relative_path_or_an_address_is_not_taken_for_one(line):
+    assert not MACHINE_PATH.search(line)
+
+
+def test_no_file_names_the_host_of_a_package_registry():
+    assert lines_that_match(REGISTRY_HOSTS) == []
+
+
+def test_the_host_of_a_package_registry_is_recognised():
+    assert REGISTRY_HOSTS.search("https://files." + "pythonhosted" + ".org/packages/x.whl")
