@@ -2,4 +2,19 @@
 
 from __future__ import annotations
 
+from lightning_gpufeed.datamodules import H5DataModule, H5ImageDataModule
+from lightning_gpufeed.errors import FeedError, GpuFeedError, LayoutError, PackError
+from lightning_gpufeed.hdf5.loader import H5Loader
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "FeedError",
+    "GpuFeedError",
+    "H5DataModule",
+    "H5ImageDataModule",
+    "H5Loader",
+    "LayoutError",
+    "PackError",
+    "__version__",
+]

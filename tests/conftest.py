@@ -47,6 +47,7 @@ SET_BY_LIBRARIES = frozenset(
         "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
         "CUDA_DEVICE_ORDER",  # Lightning's CUDA accelerator
         "PYTORCH_NVML_BASED_CUDA_CHECK",  # importing lightning.fabric
+        "TORCHINDUCTOR_CACHE_DIR",  # importing torch's compiler
     }
 )
 """Variables that a library sets by itself: put back, but no fault of the test."""
@@ -55,7 +56,7 @@ CALL_FAILED = pytest.StashKey[bool]()
 
 # The first example of a property pays for imports and page faults, so a deadline per example would fail at
 # random; pytest-timeout bounds the whole test. On CI the examples are the same in every run.
-hypothesis.settings.register_profile("gpufeed", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+hypothesis.settings.register_profile("gpufeed", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("gpufeed")
 
 
@@ -106,7 +107,8 @@ def _same_start() -> Iterator[None]:
     torch.set_default_device(None)
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports torch's compiler, a second
+    # Asked first, because setting it imports torch's compiler, which takes a second.
+    if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
 
 

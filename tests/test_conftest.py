@@ -1,7 +1,7 @@
 """Each check around the tests is shown a test that leaves something behind, and has to fail it.
 
-All of them run in one inner pytest: a process of its own, with this project's conftest.py and settings, so that
-what is left behind on purpose ends with it.
+All of them run in one inner pytest with this project's conftest.py and settings. It is a process of its own,
+so that what is left behind on purpose ends with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-INNER_TESTS = '''
+INNER_TESTS = """
 import os, random, subprocess, sys, threading, time, warnings
 import h5py, numpy, psutil, pytest, torch, torch.distributed
 
@@ -84,7 +84,7 @@ def test_needs_a_device():
 
 def test_warns():
     warnings.warn("look here")
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""What `import lightning_gpufeed` promises: these names, documented, typed, under the version the changelog states.
+"""What `import lightning_gpufeed` promises: these names, documented and typed, and the changelog's version.
 
-A name is added to the list below in the same change that adds it to the package, and never taken away silently.
+A name joins the list below in the change that adds it to the package, and never leaves it silently.
 """
 
 from __future__ import annotations

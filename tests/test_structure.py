@@ -1,6 +1,6 @@
 """The shape of the repository: small files, a test file per module, nothing of one machine in it.
 
-Which way imports may go is held by import-linter (`make check`); here only that no part escapes its contracts.
+import-linter (`make check`) holds the directions of imports; here only that no part escapes its contracts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ ABOUT_THE_WHOLE = {
 }
 
 ADAPTERS = {"callbacks", "datamodules", "strategies"}  # the only parts that may import Lightning, beside ...
-ABOVE_THE_ADAPTERS = {"__init__", "__main__", "cli"}  # ... what imports them
+ABOVE_THE_ADAPTERS = {"__main__", "cli"}  # ... what imports them
 
 # An absolute path that names a place on one machine, under the usual roots of Linux, macOS and Windows.
-MACHINE_PATH = re.compile(r"(?<![\w.<>$}/])/(?:tmp|work|root|opt|mnt|srv|home|Users)/[\w.]|\b[A-Z]:\\Users\\")
+MACHINE_PATH = re.compile(r"(?<![\w.<>$}])/(?:tmp|work|root|opt|mnt|srv|home|Users)/[\w.]|\b[A-Z]:\\Users\\")
 
 # Written in two parts, so that this file does not hold what it looks for.
 REGISTRY_HOSTS = re.compile(
@@ -55,6 +55,13 @@ REGISTRY_HOSTS = re.compile(
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def names_in(folder: Path) -> set[str]:
+    """Give the modules and packages directly in a folder; a private module `_x` counts as `x`."""
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")}
+    return {name if name.startswith("__") else name.lstrip("_") for name in modules | packages}
 
 
 def tracked_files() -> list[Path]:
@@ -84,13 +91,18 @@ def lines_that_match(pattern: re.Pattern[str]) -> list[str]:
 
 
 def test_no_module_is_longer_than_can_be_read_in_one_go():
-    too_long = {relative(path): count for path in MODULES if (count := len(path.read_text().splitlines())) > MAX_LINES}
-    assert too_long == {}
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_every_folder_of_modules_is_a_package_and_so_seen_by_import_linter():
+    folders = {path.parent for path in MODULES}
+    assert [relative(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends():
-    drawers = [relative(path) for path in PACKAGE.rglob("*") if path.stem.strip("_") in {"utils", "util", "common"}]
-    assert drawers == []
+    names = {"utils", "util", "common"}
+    assert [relative(path) for path in PACKAGE.rglob("*") if path.stem.strip("_") in names] == []
 
 
 @pytest.mark.parametrize("path", TEST_FILES, ids=relative)
@@ -101,38 +113,32 @@ def test_every_test_file_belongs_to_a_module_of_the_same_name(path):
     if folder.parts[:1] == ("gpu",):  # tests that need a device, in the order of the package
         folder = Path(*folder.parts[1:])
     subject = path.stem.removeprefix("test_")
-    modules = {module.stem.lstrip("_") for module in (PACKAGE / folder).glob("*.py")} | {
-        package.parent.name for package in (PACKAGE / folder).glob("*/__init__.py")
-    }
+    modules = names_in(PACKAGE / folder)
     # test_reader.py, or test_reader_engines.py where one file about the reader would be too long
     assert any(subject == module or subject.startswith(f"{module}_") for module in modules), (
-        f"{relative(path)} is about none of {sorted(modules)} in lightning_gpufeed/{folder.as_posix()}; rename it, or, if it is "
-        "about the whole, add it to ABOUT_THE_WHOLE"
+        f"{relative(path)} should be named after one of {sorted(modules)}; "
+        "if it is about the whole, add it to ABOUT_THE_WHOLE"
     )
 
 
 def test_every_part_below_the_adapters_is_forbidden_to_import_lightning():
-    parts = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {path.stem for path in PACKAGE.glob("*.py")}
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     [forbidden] = [contract for contract in contracts if contract["type"] == "forbidden"]
     held = {name.removeprefix("lightning_gpufeed.") for name in forbidden["source_modules"]}
-    assert held == parts - ADAPTERS - ABOVE_THE_ADAPTERS
+    assert held == names_in(PACKAGE) - ADAPTERS - ABOVE_THE_ADAPTERS
 
 
 def test_no_file_holds_a_path_of_one_machine():
     assert lines_that_match(MACHINE_PATH) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["open('/{}/x.h5')", '"/{}/x"', "(/{}/x)", " /{}/x"],
-)
+@pytest.mark.parametrize("line", ["open('/{}/x.h5')", '"/{}/x"', "(/{}/x)", " /{}/x", "file:///{}/x"])
 @pytest.mark.parametrize("place", ["tmp", "work", "root", "home", "Users"])
 def test_a_path_of_one_machine_is_recognised(line, place):
     assert MACHINE_PATH.search(line.format(place))
 
 
-@pytest.mark.parametrize("line", ["tests/work/x", "https://host/{}/x".format("home"), "$HOME/work/x", "/proc/self/fd"])
+@pytest.mark.parametrize("line", ["tests/work/x", "https://host/home/x", "$HOME/work/x", "/proc/self/fd"])
 def test_a_relative_path_or_an_address_is_not_taken_for_one(line):
     assert not MACHINE_PATH.search(line)
 

@@ -75,9 +75,7 @@ class ImagePreparation:
             result.div_(std)
         return result.to(self.dtype)
 
-    def _on(
-        self, device: torch.device, dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Mean and standard deviation as (C, 1, 1) tensors on a device, made once."""
         if (device, dtype) not in self._constants:
             self._constants[device, dtype] = (

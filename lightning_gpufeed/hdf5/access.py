@@ -18,7 +18,15 @@ from lightning_gpufeed.errors import LayoutError
 with contextlib.suppress(ImportError):
     import hdf5plugin  # noqa: F401
 
-__all__ = ["FileStamp", "StrPath", "list_datasets", "open_file", "open_h5_dataset", "pick_attributes", "type_name"]
+__all__ = [
+    "FileStamp",
+    "StrPath",
+    "list_datasets",
+    "open_file",
+    "open_h5_dataset",
+    "pick_attributes",
+    "type_name",
+]
 
 StrPath = str | os.PathLike[str]
 
@@ -45,6 +53,12 @@ class FileStamp:
     @classmethod
     def of(cls, path: StrPath) -> FileStamp:
         """Stamp a file as it is now.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The stamp.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -81,6 +95,7 @@ def open_file(path: StrPath) -> Iterator[Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
+        OSError: The file may not be read (permissions).
         LayoutError: It is not HDF5, is truncated, or is being written to.
     """
     name = os.fspath(path)
@@ -89,43 +104,41 @@ def open_file(path: StrPath) -> Iterator[Any]:
             errno.ENOENT, f"no such file: expected an HDF5 file; the current directory is {os.getcwd()}", name
         )
     if os.path.isdir(name):
-        raise LayoutError(
-            f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5"
-        )
+        raise LayoutError(f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5")
     try:
         h5_file = h5py.File(name, "r", locking="best-effort")
     except OSError as error:
-        raise _explain(name, error) from error
+        if isinstance(error, PermissionError):
+            raise
+        raise LayoutError(_explain(name, error)) from error
     try:
         yield h5_file
     finally:
         h5_file.close()
 
 
-def _explain(name: str, error: OSError) -> Exception:
+def _explain(name: str, error: OSError) -> str:
     """Turn HDF5's own words into what is wrong and what to do."""
     text = str(error)
     size = os.path.getsize(name)
-    if isinstance(error, PermissionError):
-        return error
     if "truncated" in text:
-        return LayoutError(
+        return (
             f"{name}: truncated: it has {size} bytes and its header announces more ({text}). "
             f"The copy or the program that wrote it was cut short; copy or pack it again."
         )
     if error.errno in (errno.EAGAIN, errno.EACCES) or "already open for write" in text:
-        return LayoutError(
+        return (
             f"{name}: another program has it open for writing ({text}). "
             f"Close the writer first; if it crashed, run h5clear -s on the file."
         )
     if not h5py.is_hdf5(name):
         with open(name, "rb") as raw:
             head = raw.read(8)
-        return LayoutError(
+        return (
             f"{name} is not an HDF5 file: {size} bytes, beginning with {head!r}; expected the HDF5 signature. "
             f"Make one with: gpufeed pack SOURCE OUT.h5"
         )
-    return LayoutError(f"{name}: HDF5 cannot open it: {text}. It may be damaged; copy or pack it again.")
+    return f"{name}: HDF5 cannot open it: {text}. It may be damaged; copy or pack it again."
 
 
 def list_datasets(h5_file: Any) -> dict[str, Any]:
@@ -176,9 +189,7 @@ def open_h5_dataset(h5_file: Any, key: str) -> Any:
                 f"{h5_file.filename}: key {key!r} is a link to {link.path!r} in the file {link.filename!r}, "
                 f"which cannot be opened. Put that file back or name another key."
             ) from error
-        raise LayoutError(
-            f"{h5_file.filename}: no dataset {key!r}. It has: {_describe_keys(h5_file)}."
-        ) from error
+        raise LayoutError(f"{h5_file.filename}: no dataset {key!r}. It has: {_describe_keys(h5_file)}.") from error
     if not isinstance(item, h5py.Dataset):
         raise LayoutError(
             f"{h5_file.filename}: {key!r} is a group, not a dataset. The file has: {_describe_keys(h5_file)}."

@@ -87,7 +87,7 @@ def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int) -> None:
                 ring.changed.notify_all()
             # The loop variable would keep the batch alive, and its buffer busy, until the next one is made.
             del item
-    except BaseException as error:  # noqa: BLE001 - it is raised again in the consumer's thread
+    except BaseException as error:
         with ring.changed:
             ring.error = error
     finally:

@@ -15,7 +15,15 @@ import numpy as np
 from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
 
-__all__ = ["ArrayInfo", "Split", "find_image_key", "find_label_key", "group_by_split", "list_arrays", "pick_group"]
+__all__ = [
+    "ArrayInfo",
+    "Split",
+    "find_image_key",
+    "find_label_key",
+    "group_by_split",
+    "list_arrays",
+    "pick_group",
+]
 
 Split = Literal["train", "val", "test", "predict"]
 
@@ -31,7 +39,18 @@ _SPLIT_WORDS: dict[str, Split] = {
     "predict": "predict",
 }
 _IMAGE_WORDS = ("images", "image", "imgs", "img", "x", "data", "inputs", "input", "features", "pixels")
-_LABEL_WORDS = ("labels", "label", "y", "targets", "target", "classes", "class", "masks", "mask", "segmentation")
+_LABEL_WORDS = (
+    "labels",
+    "label",
+    "y",
+    "targets",
+    "target",
+    "classes",
+    "class",
+    "masks",
+    "mask",
+    "segmentation",
+)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,10 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
         assert offsets is not None
         _refuse_truncation(path, key, h5_dataset, offsets, storage_path)
         if not _raw_bytes_agree(h5_dataset, offsets, storage_path):
-            engine, reason = Engine.H5PY, "the bytes at the chunks' offsets are not what HDF5 returns for them"
+            engine, reason = (
+                Engine.H5PY,
+                "the bytes at the chunks' offsets are not what HDF5 returns for them",
+            )
     return H5DatasetLayout(
         path=path,
         key=key,
@@ -334,9 +337,7 @@ def _rows_per_block(h5_dataset: Any) -> int:
     return int(h5_dataset.chunks[0]) if h5_dataset.chunks else max(1, int(h5_dataset.shape[0]))
 
 
-def _refuse_truncation(
-    path: str, key: str, h5_dataset: Any, offsets: npt.NDArray[np.int64], storage_path: str
-) -> None:
+def _refuse_truncation(path: str, key: str, h5_dataset: Any, offsets: npt.NDArray[np.int64], storage_path: str) -> None:
     """A chunk past the end of the file would kill the process when its mapped page is touched."""
     if not (offsets >= 0).any():
         return

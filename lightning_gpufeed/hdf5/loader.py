@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import StrPath
 from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
 from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, parse_shuffle
+from lightning_gpufeed.hdf5.position import EpochPosition
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 
 __all__ = ["H5Loader"]
@@ -96,7 +98,7 @@ class H5Loader:
         self._num_slots = num_slots
         self._pin_memory = pin_memory
         self._to_batch = to_batch
-        self.sampler = EpochPosition()
+        self.position = EpochPosition()
         self.statistics = FeedStatistics()
         self._pool: HostBufferPool | None = None
         self._running: weakref.ref[_Iteration] | None = None
@@ -123,9 +125,15 @@ class H5Loader:
     def __len__(self) -> int:
         """Batches of this rank in the coming epoch.
 
-        In an epoch resumed with other sizes: those handed out before plus those to come.
+        Returns:
+            In an epoch resumed with other sizes: those handed out before plus those to come.
         """
-        return self.sampler.steps_done + self._plan(self.sampler.samples_consumed).num_steps
+        return self.position.steps_done + self._plan(self.position.samples_consumed).num_steps
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        """Batches of this rank in an epoch that is not resumed."""
+        return self._plan(0).num_steps
 
     def _plan(self, start: int) -> EpochPlan:
         return EpochPlan(
@@ -148,7 +156,12 @@ class H5Loader:
         Args:
             epoch: Counts from 0.
         """
-        self.sampler.set_epoch(epoch)
+        self.position.set_epoch(epoch)
+
+    @property
+    def batch_sampler(self) -> SimpleNamespace:
+        """What Lightning and DeepSpeed look for on a loader: a `sampler` with `set_epoch`, and `batch_size`."""
+        return SimpleNamespace(sampler=self.position, batch_size=self.batch_size)
 
     def is_ready(self) -> bool:
         """Whether the next batch can be had without waiting. False before the first batch of an epoch."""
@@ -173,9 +186,9 @@ class H5Loader:
             "num_samples": self.num_samples,
             "seed": self.seed,
             "shuffle": str(self.shuffle),
-            "epoch": self.sampler.epoch,
-            "samples_consumed": self.sampler.samples_consumed,
-            "steps_done": self.sampler.steps_done,
+            "epoch": self.position.epoch,
+            "samples_consumed": self.position.samples_consumed,
+            "steps_done": self.position.steps_done,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -204,7 +217,7 @@ class H5Loader:
             )
         self.seed = state_dict["seed"]
         self.shuffle = parse_shuffle(state_dict["shuffle"])
-        self.sampler.load(state_dict["epoch"], state_dict["samples_consumed"], state_dict["steps_done"])
+        self.position.load(state_dict["epoch"], state_dict["samples_consumed"], state_dict["steps_done"])
 
     def close(self) -> None:
         """End the thread and close the files, unless the source was given open. Iterating again opens them."""
@@ -225,12 +238,12 @@ class H5Loader:
         return {**self.__dict__, "_pool": None, "_running": None}
 
     def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
-        """Begin the epoch that `sampler` says, in a new thread; ends the iteration that runs, if any."""
+        """Begin the epoch that the position says, in a new thread; ends the iteration that runs, if any."""
         self._stop_running()
         self._running = weakref.ref(iteration)
         self.source.check_unchanged()
-        is_over = self._plan(self.sampler.samples_consumed).num_steps == 0
-        plan = self._plan(self.sampler.begin(is_over))
+        is_over = self._plan(self.position.samples_consumed).num_steps == 0
+        plan = self._plan(self.position.begin(is_over))
         if plan.num_left_out and not self.drop_last:
             warnings.warn(
                 f"the rest of this epoch, {plan.num_left_out} sample(s), is less than one for each of the "
@@ -242,10 +255,8 @@ class H5Loader:
             # A later epoch's last step may be one row larger.
             most_rows = max(plan.most_rows, min(self.batch_size, self.num_samples)) + 1
             # The ring, the batch the caller works on, and the one it is about to drop.
-            self._pool = HostBufferPool(
-                self.source.specs, most_rows, self._num_slots + 2, is_pinned=is_pinned
-            )
-        produce = _Producer(self, self.sampler.epoch, plan, self._pool)
+            self._pool = HostBufferPool(self.source.specs, most_rows, self._num_slots + 2, is_pinned=is_pinned)
+        produce = _Producer(self, self.position.epoch, plan, self._pool)
         return Feed(produce, plan.num_steps, self._num_slots), plan
 
 
@@ -299,7 +310,7 @@ class _Iteration:
         first, stop = self._plan.bounds(self._step)
         rank_first, rank_stop = self._plan.rank_bounds(self._step, loader.rank)
         self._step += 1
-        loader.sampler.advance(stop - first)
+        loader.position.advance(stop - first)
         feed.statistics.num_samples += rank_stop - rank_first
         feed.statistics.num_bytes += sum(t.nbytes for t in batch.values() if isinstance(t, torch.Tensor))
         loader.statistics = feed.statistics
@@ -314,83 +325,13 @@ class _Iteration:
             self._feed.close()
 
 
-class EpochPosition:
-    """Where a loader is: an epoch and how much of it is used.
-
-    It stands under the name `sampler` on the loader, where Lightning looks for `set_epoch`.
-
-    Attributes:
-        epoch: The epoch running, or to come.
-        samples_consumed: Samples of it that all ranks together were handed.
-        steps_done: Batches of it that each rank was handed.
-    """
-
-    def __init__(self) -> None:
-        """Before epoch 0."""
-        self.epoch = 0
-        self.samples_consumed = 0
-        self.steps_done = 0
-        self._is_begun = False
-        self._is_epoch_set = False
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is.
-
-        Args:
-            epoch: Counts from 0.
-        """
-        if epoch != self.epoch or self._is_begun:
-            self.load(epoch, 0, 0)
-        self._is_epoch_set = True
-
-    def load(self, epoch: int, samples_consumed: int, steps_done: int) -> None:
-        """Go to a saved position.
-
-        Args:
-            epoch: The epoch.
-            samples_consumed: Samples of it used.
-            steps_done: Batches of it handed to each rank.
-        """
-        self.epoch = epoch
-        self.samples_consumed = samples_consumed
-        self.steps_done = steps_done
-        self._is_begun = False
-        self._is_epoch_set = False
-
-    def begin(self, is_over: bool) -> int:
-        """An iteration begins: settle its epoch.
-
-        Args:
-            is_over: Whether the position leaves no step of its epoch.
-
-        Returns:
-            Samples of the epoch that are used already.
-        """
-        if self._is_begun or (is_over and not self._is_epoch_set):
-            self.load(self.epoch + 1, 0, 0)
-        self._is_begun = True
-        self._is_epoch_set = False
-        return self.samples_consumed
-
-    def advance(self, num_samples: int) -> None:
-        """A batch was handed out.
-
-        Args:
-            num_samples: Samples that all ranks together got.
-        """
-        self.samples_consumed += num_samples
-        self.steps_done += 1
-
-
 def _check_indices(indices: npt.ArrayLike | None, num_samples: int) -> npt.NDArray[np.int64] | None:
     """Indices as int64, refused if one is out of range."""
     if indices is None:
         return None
     array = np.asarray(indices)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"indices has shape {array.shape} and type {array.dtype}; expected a 1-D array of integers."
-        )
+        raise ValueError(f"indices has shape {array.shape} and type {array.dtype}; expected a 1-D array of integers.")
     if not array.size:
         raise ValueError("indices is empty; expected at least one sample.")
     if array.min() < 0 or array.max() >= num_samples:

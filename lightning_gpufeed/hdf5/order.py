@@ -174,9 +174,7 @@ class EpochPlan:
         if self.world_size < 1:
             raise ValueError(f"world_size is {self.world_size}; expected at least 1.")
         if not 0 <= self.start <= self.num_samples:
-            raise ValueError(
-                f"start is {self.start}; expected 0 to {self.num_samples}, the number of samples."
-            )
+            raise ValueError(f"start is {self.start}; expected 0 to {self.num_samples}, the number of samples.")
         if self.drop_last and self.num_samples < self.step_samples:
             raise ValueError(
                 f"drop_last leaves no step: the dataset has {self.num_samples} samples and one step takes "
@@ -248,5 +246,3 @@ class EpochPlan:
             return 0
         first, stop = self.bounds(self.num_steps - 1)
         return max(-(-(stop - first) // self.world_size), self.batch_size if self.num_steps > 1 else 0)
-
-

@@ -105,9 +105,7 @@ class BlockRead:
     slots: Indices
 
 
-def plan_block_reads(
-    indices: Indices, num_samples: Sequence[int], block_rows: Sequence[int]
-) -> list[BlockRead]:
+def plan_block_reads(indices: Indices, num_samples: Sequence[int], block_rows: Sequence[int]) -> list[BlockRead]:
     """Turn sample numbers into whole blocks, each read once, in the order of the files.
 
     Args:

@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import h5py
@@ -30,7 +31,15 @@ from lightning_gpufeed.hdf5.access import open_file, open_h5_dataset
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage
 from lightning_gpufeed.hdf5.plan import GatherTable, plan_block_reads
 
-__all__ = ["BlockReader", "FieldReader", "GatherReader", "ResidentReader", "open_reader", "read_objects", "spec_of"]
+__all__ = [
+    "BlockReader",
+    "FieldReader",
+    "GatherReader",
+    "ResidentReader",
+    "open_reader",
+    "read_objects",
+    "spec_of",
+]
 
 Indices = npt.NDArray[np.int64]
 Layouts = Sequence[H5DatasetLayout]
@@ -108,7 +117,8 @@ class GatherReader:
         self._turn = 0
         addresses = []
         for layout in layouts:
-            file = self._files.enter_context(open(layout.storage_path, "rb", buffering=0))
+            file = Path(layout.storage_path).open("rb", buffering=0)  # noqa: SIM115 - open as long as the reader
+            self._files.enter_context(file)
             size = os.fstat(file.fileno()).st_size
             self._needed.append((file.fileno(), size, layout.storage_path))
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

@@ -64,6 +64,7 @@ class H5Source:
         Raises:
             FileNotFoundError: A file is missing.
             LayoutError: A file or key cannot be used, lengths differ within a file, or shapes differ between files.
+            ValueError: No file was given.
         """
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         if not paths:
@@ -102,9 +103,7 @@ class H5Source:
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Field name -> row shape and dtype, for the fields that are tensors."""
-        return {
-            name: spec_of(layouts[0]) for name, layouts in self.fields.items() if layouts[0].is_tensor
-        }
+        return {name: spec_of(layouts[0]) for name, layouts in self.fields.items() if layouts[0].is_tensor}
 
     @property
     def engine_lines(self) -> list[str]:
@@ -169,8 +168,7 @@ class H5Source:
             The batch.
         """
         out = {
-            name: torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype)
-            for name, spec in self.specs.items()
+            name: torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype) for name, spec in self.specs.items()
         }
         return self.read(indices, out)
 
@@ -213,9 +211,7 @@ class H5Source:
             Hexadecimal digits.
         """
         if self._digest is None:
-            picked = np.unique(
-                np.linspace(0, self.num_samples - 1, _DIGEST_SAMPLES).round().astype(np.int64)
-            )
+            picked = np.unique(np.linspace(0, self.num_samples - 1, _DIGEST_SAMPLES).round().astype(np.int64))
             crc = zlib.crc32(repr(self.num_samples).encode())
             for name, spec in sorted(self.specs.items()):
                 crc = zlib.crc32(f"{name}{spec.row_shape}{spec.dtype}".encode(), crc)
@@ -251,8 +247,7 @@ def _refuse_unequal_lengths(path: str, layouts: Sequence[H5DatasetLayout]) -> No
     if len({layout.num_samples for layout in layouts}) > 1:
         lengths = ", ".join(f"{layout.key!r} {layout.num_samples}" for layout in layouts)
         raise LayoutError(
-            f"{path}: the datasets have different numbers of samples: {lengths}. "
-            f"Name those that belong together."
+            f"{path}: the datasets have different numbers of samples: {lengths}. Name those that belong together."
         )
 
 

@@ -1,6 +1,6 @@
 """Sources that are arrays already: .npy, .npz, and the idx files of MNIST and its relatives.
 
-An idx file is big-endian: two zero bytes, a type code, the number of axes, one uint32 per axis, then the values.
+An idx file is big-endian: two zero bytes, a type code, the number of axes, one uint32 per axis, the values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ from lightning_gpufeed.hdf5.sources.source import (
     take_rows,
 )
 
-__all__ = ["ArraySource", "idx_files", "is_idx", "open_idx", "open_idx_folder", "open_npy", "open_npz", "read_idx"]
+__all__ = [
+    "ArraySource",
+    "idx_files",
+    "is_idx",
+    "open_idx",
+    "open_idx_folder",
+    "open_npy",
+    "open_npz",
+    "read_idx",
+]
 
 _IMAGE_OPTIONS = ("resize", "crop", "mode")
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -184,7 +193,7 @@ def read_idx(path: Path) -> npt.NDArray[Any]:
         content = np.memmap(path, np.uint8, mode="r")
     head = content[:4].tobytes()
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or head[3] == 0:
-        raise PackError(f"{path} is not an idx file: it begins with {head!r}, not with two zero bytes and a type")
+        raise PackError(f"{path} is not an idx file: it begins with {head!r}, not two zero bytes and a type")
     dtype, start = np.dtype(_IDX_TYPES[head[2]]), 4 + 4 * head[3]
     shape = tuple(int(n) for n in np.frombuffer(content[4:start].tobytes().ljust(4 * head[3], b"\0"), ">u4"))
     expected_bytes, found_bytes = math.prod(shape) * dtype.itemsize, max(0, len(content) - start)
@@ -218,15 +227,14 @@ def idx_files(folder: Path) -> dict[str, dict[str, Path]]:
 def open_idx(path: Path, options: SourceOptions) -> ArraySource:
     """One idx file; beside images named as MNIST's are, the labels are found by their name.
 
+    A damaged file, or lengths that differ, raise `PackError`.
+
     Args:
         path: The file.
         options: `layout` counts for images of three axes.
 
     Returns:
         The source, with `images` (from three axes on), `labels` (one axis) or `data`.
-
-    Raises:
-        PackError: Not an idx file, damaged, or lengths that differ.
     """
     options.refuse((*_IMAGE_OPTIONS, "split"), f"{path}, which is an idx file")
     match = _IDX_NAME.fullmatch(path.name)

@@ -1,7 +1,7 @@
 """Image files to arrays of one shape; runs in this process or in decoding processes.
 
-Sizes follow torchvision (shorter side, truncated longer side, rounded centre), so that a packed file holds the
-pixels that `Resize` and `CenterCrop` would have made of PIL images.
+Sizes follow torchvision (shorter side, truncated longer side, rounded centre), so that a packed file holds
+the pixels that `Resize` and `CenterCrop` would have made of PIL images.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DecodeError(NamedTuple):
     Attributes:
         position: Its place in the list of paths.
         reason: For people.
-        is_misfit: Whether it is a sound image of the wrong size: that is a question of options, not of one bad file.
+        is_misfit: Whether it is a sound image of the wrong size, which options cure, not a bad file.
     """
 
     position: int

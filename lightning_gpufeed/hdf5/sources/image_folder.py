@@ -77,16 +77,17 @@ def list_images(root: Path) -> ImageListing:
         The images, with classes when they lie in sub-folders.
 
     Raises:
-        PackError: No images; images beside and inside sub-folders; a class without images; splits where classes
-            were expected.
+        PackError: No images; images beside and inside sub-folders; a class without images; splits where
+            classes were expected.
     """
-    entries = sorted((e for e in os.scandir(root) if not e.name.startswith(".")), key=lambda entry: entry.name)
+    entries = _visible_entries(root)
     folders = [entry.name for entry in entries if entry.is_dir()]
-    flat = [entry.name for entry in entries if not entry.is_dir() and _is_image(entry.name)]
-    others = Counter(Path(e.name).suffix or "no suffix" for e in entries if not e.is_dir() and e.name not in flat)
+    files = [entry.name for entry in entries if not entry.is_dir()]
+    flat = [name for name in files if _is_image(name)]
+    others = Counter(Path(name).suffix or "no suffix" for name in files if not _is_image(name))
     per_class = {name: _walk(root, name, (), others) for name in folders}
     if not flat and not any(per_class.values()):
-        ignored = ", ".join(f"{count} x {suffix}" for suffix, count in others.most_common(5)) or "nothing else"
+        ignored = ", ".join(f"{count} x {suffix}" for suffix, count in others.most_common(5)) or "no files"
         raise PackError(
             f"no images in {root} (found: {ignored}); expected one sub-folder per class with files ending in "
             f"{', '.join(sorted(IMAGE_SUFFIXES))}"
@@ -103,12 +104,18 @@ def list_images(root: Path) -> ImageListing:
     empty = [name for name, names in per_class.items() if not names]
     if empty:
         raise PackError(
-            f"{root} has class folders without images: {', '.join(empty)}; each would take a label that no sample "
-            "has. Fill or remove them"
+            f"{root} has class folders without images: {', '.join(empty)}; each would take a label that no "
+            "sample has. Fill or remove them"
         )
     labels = np.repeat(np.arange(len(folders)), [len(per_class[name]) for name in folders])
     names = [name for folder in folders for name in per_class[folder]]
     return ImageListing(root, names, labels.astype(np.int64), folders)
+
+
+def _visible_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Entries of a folder by name, without hidden ones."""
+    with os.scandir(folder) as entries:
+        return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def _is_image(name: str) -> bool:
@@ -123,9 +130,7 @@ def _walk(root: Path, folder: str, above: tuple[tuple[int, int], ...], others: C
     if here in above:
         return []
     names: list[str] = []
-    for entry in sorted(os.scandir(root / folder), key=lambda entry: entry.name):
-        if entry.name.startswith("."):
-            continue
+    for entry in _visible_entries(root / folder):
         name = f"{folder}/{entry.name}"
         if entry.is_dir():
             names.extend(_walk(root, name, (*above, here), others))
@@ -190,7 +195,9 @@ class ImageFolderSource:
                 reason = reason or f"{name}: {error}"
             else:
                 return name, self._geometry.final(height, width)
-        raise PackError(f"none of the {len(self._listing.names)} images in {self._listing.root} opens; {reason}")
+        raise PackError(
+            f"none of the {len(self._listing.names)} images in {self._listing.root} can be opened; {reason}"
+        )
 
     def _count_workers(self, asked: int | None) -> int:
         """Number of decoding processes; 0 decodes here."""
@@ -201,7 +208,7 @@ class ImageFolderSource:
         return len(os.sched_getaffinity(0))
 
     def _start_pool(self) -> Executor | None:
-        """The decoding processes, forked from a server that has imported this package once for all of them."""
+        """The decoding processes, forked from a server that imports this package once for all of them."""
         if self._num_workers == 0 or "images" not in self.fields:
             return None
         context = multiprocessing.get_context("forkserver")
@@ -211,21 +218,24 @@ class ImageFolderSource:
     def read(self, indices: npt.NDArray[np.int64]) -> SourceRows:
         """Decode images.
 
+        An image of another size than the first, or a decoding process that dies, raises `PackError`.
+
         Args:
             indices: int64 `(num_rows,)`.
 
         Returns:
             The decoded rows; damaged files among the errors.
-
-        Raises:
-            PackError: An image of another size than the first, or a decoding process died.
         """
         errors: list[RowError] = []
         values: dict[str, npt.NDArray[Any]] = {}
         if "images" in self.fields:
             values["images"], failures = self._decode_rows(indices)
-            errors = [RowError(int(indices[f.position]), self._name(indices[f.position]), f.reason) for f in failures]
-            indices = np.delete(indices, [failure.position for failure in failures])
+            failed = indices[[failure.position for failure in failures]] if failures else indices[:0]
+            errors = [
+                RowError(int(index), self._name(index), failure.reason)
+                for index, failure in zip(failed, failures, strict=True)
+            ]
+            indices = indices[~np.isin(indices, failed)]
         if "labels" in self.fields and self._listing.labels is not None:
             values["labels"] = self._listing.labels[indices]
         return SourceRows(indices, values, errors)
@@ -243,16 +253,16 @@ class ImageFolderSource:
         else:
             step = max(1, min(_MAX_TASK_IMAGES, len(paths) // (2 * self._num_workers)))
             try:
-                futures = [
-                    self._pool.submit(self._decode.decode_files, paths[i : i + step], self._geometry, self._size)
-                    for i in range(0, len(paths), step)
-                ]
+                tasks = [paths[start : start + step] for start in range(0, len(paths), step)]
+                decode_files, geometry, size = self._decode.decode_files, self._geometry, self._size
+                futures = [self._pool.submit(decode_files, task, geometry, size) for task in tasks]
                 results = [future.result() for future in futures]
             except BrokenProcessPool as error:
+                first, last = self._name(indices[0]), self._name(indices[-1])
                 raise PackError(
-                    f"a decoding process died while decoding {self._name(indices[0])} to {self._name(indices[-1])}: "
-                    "out of memory, a crash in an image library, or a script that calls pack() outside "
-                    '`if __name__ == "__main__":`. num_workers=0 (--num-workers 0) decodes in this process'
+                    f"a decoding process died somewhere from {first} to {last}: out of memory, a crash in an "
+                    'image library, or a script that calls pack() outside `if __name__ == "__main__":`. '
+                    "num_workers=0 (--num-workers 0) decodes in this process"
                 ) from error
         failures = [
             failure._replace(position=failure.position + task * step)
@@ -306,7 +316,7 @@ def open_image_folder(root: Path, options: SourceOptions) -> ImageFolderSource:
         from lightning_gpufeed.hdf5.sources.decode import Geometry
     except ImportError as error:
         raise PackError(
-            f"{root} holds images, and decoding them needs Pillow: pip install 'lightning_gpufeed[images]' ({error})"
+            f"{root} holds images, and decoding them needs Pillow ({error}): pip install 'lightning_gpufeed[images]'"
         ) from error
     geometry = Geometry(options.resize, options.crop, options.mode, options.layout)
     return ImageFolderSource(listing, geometry, options)

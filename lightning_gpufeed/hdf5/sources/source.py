@@ -1,6 +1,6 @@
 """What packing needs to know of a source: its rows, their names, and whether it changed.
 
-A source is anything with `num_samples` rows in one or more fields. The writer never asks what lies behind it::
+A source has `num_samples` rows in one or more fields. The writer never asks what lies behind it::
 
     open_source("photos/")  ─┐
     open_source("x.npz")    ─┼─>  Source.read(indices) -> SourceRows  ─>  checks, quantisation  ─>  file
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,8 @@ class FieldSpec:
         return len(self.sample_shape) >= 2
 
 
-class RowError(NamedTuple):
+@dataclass(frozen=True)
+class RowError:
     """One row that could not be read: its index in the source, its name for people, and the reason."""
 
     index: int
@@ -97,7 +98,7 @@ class Source(Protocol):
         attributes: Key to what is known of that field: `layout`, `class_names`, `scale`, `offset`.
         identity: Changes whenever the rows or their order do; an interrupted packing goes on only with the
             source it began with.
-        is_thread_safe: Whether `read` may be called by two threads at once, so that reading and writing overlap.
+        is_thread_safe: Whether two threads may call `read` at once, so that reading and writing overlap.
     """
 
     num_samples: int
@@ -148,7 +149,7 @@ class SourceOptions:
         if self.keys is not None:
             keys = (self.keys,) if isinstance(self.keys, str) else tuple(dict.fromkeys(self.keys))
             if not keys:
-                raise ValueError("keys is empty; name at least one field, or leave it out to take all of them")
+                raise ValueError("keys is empty; name at least one field, or leave it out to take all")
             object.__setattr__(self, "keys", keys)
         if self.split not in (None, "train", "test"):
             raise ValueError(f'split is {self.split!r}; expected "train" or "test"')

@@ -41,9 +41,7 @@ def take_fraction(
     return pool[chosen], pool[~chosen]
 
 
-def _stratified(
-    rank: Indices, fraction: float, target: int, labels: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
+def _stratified(rank: Indices, fraction: float, target: int, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Mark `target` samples so that each class has its share, left-over ones going to the largest remainders."""
     classes, members = np.unique(labels, return_inverse=True)
     counts = np.bincount(members, minlength=len(classes))

@@ -1,0 +1,355 @@
+"""`H5DataModule`: any arrays of equal length in HDF5 files, as batches for a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_gpufeed.hdf5.feed import FeedStatistics
+from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
+from lightning_gpufeed.hdf5.loader import H5Loader
+from lightning_gpufeed.hdf5.source import Batch, H5Source
+from lightning_gpufeed.hdf5.splits import H5Splits, Paths
+
+__all__ = ["H5DataModule"]
+
+_STAGE_SPLITS: dict[str, tuple[Split, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+
+
+class H5DataModule(LightningDataModule):
+    """Feeds arrays of equal length from HDF5 files to a Trainer, as dicts of tensors.
+
+    Each batch is read by one background thread into pinned host memory (with a GPU) while the step before it
+    runs, and leaves the host in the file's own type. Under a distributed strategy the ranks share every epoch
+    exactly: no sample lost, none twice, in validation and test too, and the same number of steps everywhere.
+    Nothing has to be set for that, and `Trainer(use_distributed_sampler=...)` has no effect on it.
+
+    Where the data of a split comes from:
+
+    ==================  =====================================================================================
+    given               meaning
+    ==================  =====================================================================================
+    a path, or several  those files, several as one dataset
+    a float             that fraction of the training samples, chosen by `seed` (by class: `stratify_by`)
+    a list of ints      those samples of the training files
+    None                the arrays of the training file whose names say so (`x_test`, `test/images`), if any
+    ==================  =====================================================================================
+
+    ====================================  ===================================================================
+    Hook                                  what it does
+    ====================================  ===================================================================
+    setup                                 reads layouts, finds keys, divides the splits, refuses bad files
+    train/val/test/predict_dataloader     an `H5Loader` for this rank
+    on_after_batch_transfer               `device_transform` (training) or `eval_device_transform`, then the
+                                          LightningModule's own hook of that name
+    state_dict, load_state_dict           the position in the training epoch
+    teardown                              ends threads, closes files
+    ====================================  ===================================================================
+
+    What stays bitwise equal: a training over this DataModule equals one over a `TensorDataset` in the same order.
+    Resuming in the middle of an epoch gives the weights of the run that was not interrupted; with another batch
+    size or number of ranks it continues with exactly the samples that were left.
+
+    Example:
+        >>> dm = H5DataModule("train.h5", val=0.1, keys=["x", "y"], batch_size=256)    # doctest: +SKIP
+        >>> Trainer(max_epochs=5).fit(model, datamodule=dm)                            # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        train: Paths | None = None,
+        *,
+        val: Paths | float | Sequence[int] | None = None,
+        test: Paths | float | Sequence[int] | None = None,
+        predict: Paths | Sequence[int] | None = None,
+        keys: Mapping[str, str] | Sequence[str] | None = None,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        shuffle: str | bool | None = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        train_indices: Sequence[int] | None = None,
+        stratify_by: str | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
+        eval_device_transform: Callable[[Any], Any] | None = None,
+        num_slots: int = 2,
+        pin_memory: bool | None = None,
+    ) -> None:
+        """Note the arguments; files are opened in `setup`.
+
+        Args:
+            train: File or files to train on.
+            val: For validation; see the table above.
+            test: For testing.
+            predict: For prediction; None takes what `test` gives.
+            keys: Datasets to use: names, or field name -> key. `{split}` in a key stands for `train`, `val`, `test`.
+                None takes every array; those whose names say a split go to that split, under the rest of the name.
+            batch_size: Samples per rank and training step.
+            eval_batch_size: The same for the other stages, None takes `batch_size`.
+            shuffle: Training order: "full", "window", "window:N" or None. The other stages keep the file's order.
+            seed: Decides the training order and the fractions.
+            drop_last: Leave out training samples that do not fill a step on every rank.
+            train_indices: Use only these samples of `train` (fractions are then taken from them).
+            stratify_by: Field of class numbers that fractions keep the proportions of.
+            device_transform: Called with each training batch on the device; returns the batch to use.
+            eval_device_transform: The same for the other stages.
+            num_slots: Batches read ahead.
+            pin_memory: Page-locked host buffers; None means yes with a GPU.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        super().__init__()
+        if batch_size < 1 or (eval_batch_size is not None and eval_batch_size < 1):
+            raise ValueError(f"batch_size is {batch_size}, eval_batch_size {eval_batch_size}; expected at least 1.")
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.device_transform = device_transform
+        self.eval_device_transform = eval_device_transform
+        self._splits = H5Splits(
+            {"train": train, "val": val, "test": test, "predict": predict},
+            keys=keys,
+            choose_fields=self._choose_fields,
+            train_indices=train_indices,
+            seed=seed,
+            stratify_by=stratify_by,
+        )
+        self._num_slots = num_slots
+        self._pin_memory = pin_memory
+        self._loaders: dict[Split, H5Loader] = {}
+        self._saved_position: dict[str, Any] | None = None
+        self._reload_every_n_epochs: int | None = None
+        self._is_described = False
+
+    # What each split is made of --------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Open what a stage needs; safe to call again.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            LayoutError: A file cannot be used.
+            ValueError: The splits do not fit together.
+        """
+        # The Trainer gives an enumeration whose members compare equal to these names.
+        name = next((name for name in _STAGE_SPLITS if stage == name), None)
+        if name is None:
+            raise ValueError(f"stage is {stage!r}; expected one of {', '.join(_STAGE_SPLITS)}.")
+        for split in _STAGE_SPLITS[name]:
+            self._splits.get(split)
+        if name == "fit" and self._splits.get("train") is None:
+            raise ValueError(f"{type(self).__name__} has no training data: train= is missing.")
+
+    def _choose_fields(self, path: str, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
+        """Field name -> key, from the arrays of one split, when no keys are named."""
+        return {array.field_name: array.key for array in arrays}
+
+    # Loaders ---------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> H5Loader:
+        """Training batches of this rank.
+
+        Returns:
+            A loader that stands where a loaded checkpoint left off.
+        """
+        loader = self._loader("train")
+        if self._saved_position is not None:
+            loader.load_state_dict(self._saved_position)
+            self._saved_position = None
+        self._reload_after_odd_epoch(loader)
+        return loader
+
+    def val_dataloader(self) -> H5Loader | list[Any]:
+        """Validation batches of this rank.
+
+        Returns:
+            A loader in the order of the file; an empty list if there is no validation data.
+        """
+        return self._loader("val") if self._splits.get("val") is not None else []
+
+    def test_dataloader(self) -> H5Loader:
+        """Test batches of this rank.
+
+        Returns:
+            A loader in the order of the file.
+
+        Raises:
+            ValueError: There is no test data.
+        """
+        return self._loader("test")
+
+    def predict_dataloader(self) -> H5Loader:
+        """Prediction batches of this rank.
+
+        Returns:
+            A loader in the order of the file.
+
+        Raises:
+            ValueError: There is neither prediction nor test data.
+        """
+        return self._loader("predict")
+
+    def _loader(self, split: Split) -> H5Loader:
+        found = self._splits.get(split)
+        if found is None:
+            raise ValueError(
+                f"{type(self).__name__} has no {split} data: give {split}=, or arrays whose names say {split!r}."
+            )
+        source, indices = found
+        is_train = split == "train"
+        trainer: Any = self.trainer
+        is_overfitting = trainer is not None and trainer.overfit_batches > 0
+        world_size, rank = self._share()
+        loader = H5Loader(
+            source,
+            self.batch_size if is_train else self.eval_batch_size or self.batch_size,
+            # Overfitting means the same batches every time.
+            shuffle=self.shuffle if is_train and not is_overfitting else None,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=self.drop_last and is_train,
+            indices=indices,
+            num_slots=self._num_slots,
+            pin_memory=self._pin_memory,
+            to_batch=self._to_batch(source),
+        )
+        if split in self._loaders:
+            self._loaders[split].close()
+        self._loaders[split] = loader
+        if not self._is_described:
+            self._is_described = True
+            text = "; ".join(source.engine_lines)
+            rank_zero_info(f"{type(self).__name__}: {loader.num_samples} {split} samples; {text}")
+        return loader
+
+    def _share(self) -> tuple[int, int]:
+        """Number of data-parallel ranks and which one this is, as the strategy says."""
+        share = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return (1, 0) if share is None else (int(share["num_replicas"]), int(share["rank"]))
+
+    def _to_batch(self, source: H5Source) -> Callable[[Batch], Any] | None:
+        """What turns the dict into the batch of a step; None leaves the dict."""
+        return None
+
+    def feed_statistics(self, split: Split = "train") -> FeedStatistics:
+        """What feeding the latest epoch of a split cost on this rank.
+
+        Args:
+            split: "train", "val", "test" or "predict".
+
+        Returns:
+            Counts and seconds; all zero before the first batch.
+        """
+        return self._loaders[split].statistics if split in self._loaders else FeedStatistics()
+
+    # On the device ---------------------------------------------------------------------------------------
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Work that belongs on the device: preparation, transform, then the LightningModule's own hook.
+
+        Args:
+            batch: The batch on the device, in the file's own types.
+            dataloader_idx: Given by the Trainer.
+
+        Returns:
+            The batch for the step.
+        """
+        batch = self._prepare(batch)
+        trainer = self.trainer
+        is_training = trainer is None or trainer.training
+        transform = self.device_transform if is_training else self.eval_device_transform
+        if transform is not None:
+            if isinstance(transform, nn.Module):
+                transform.to(_device_of(batch))
+            batch = self._transform(transform, batch)
+        module = trainer.lightning_module if trainer is not None else None
+        if module is not None and is_overridden("on_after_batch_transfer", module):
+            # Lightning asks either the DataModule or the module; here the module's own hook is not lost.
+            batch = module.on_after_batch_transfer(batch, dataloader_idx)
+        return batch
+
+    def _prepare(self, batch: Any) -> Any:
+        """What every batch goes through on the device."""
+        return batch
+
+    def _transform(self, transform: Callable[[Any], Any], batch: Any) -> Any:
+        """Apply a user's transform to a batch."""
+        return transform(batch)
+
+    # Position --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the training epoch, the same on every rank.
+
+        Lightning keeps the loader's own state too, but drops it when `configure_optimizers` asked for
+        `estimated_stepping_batches`; this one arrives always.
+
+        Returns:
+            Empty before training.
+        """
+        return {"train": self._loaders["train"].state_dict()} if "train" in self._loaders else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved position.
+
+        Args:
+            state_dict: From `state_dict`.
+
+        Raises:
+            FeedError: The position was saved over other data.
+            ValueError: The state is of another kind.
+        """
+        self._saved_position = state_dict.get("train")
+        if self._saved_position is not None and "train" in self._loaders:
+            self._loaders["train"].load_state_dict(self._saved_position)
+
+    def _reload_after_odd_epoch(self, loader: H5Loader) -> None:
+        """Let the Trainer ask again for the length after an epoch resumed with other sizes.
+
+        Lightning takes the number of batches once. Such an epoch has a number of its own, so the next one has to be
+        announced anew; its public switch for that is set for one epoch and put back.
+        """
+        trainer: Any = self.trainer
+        if trainer is None:
+            return
+        if self._reload_every_n_epochs is not None:
+            trainer.reload_dataloaders_every_n_epochs = self._reload_every_n_epochs
+            self._reload_every_n_epochs = None
+        if len(loader) != loader.num_steps_per_epoch and not trainer.reload_dataloaders_every_n_epochs:
+            self._reload_every_n_epochs = trainer.reload_dataloaders_every_n_epochs
+            trainer.reload_dataloaders_every_n_epochs = 1
+
+    def teardown(self, stage: str) -> None:
+        """End threads and close files; the next `setup` opens them again.
+
+        Args:
+            stage: Given by the Trainer.
+        """
+        for loader in self._loaders.values():
+            loader.close()
+        for source, _ in self._splits.opened():
+            source.close()
+
+
+def _device_of(batch: Any) -> torch.device:
+    """Device of the first tensor in a batch: a tensor, or a dict, tuple or list of what may be tensors."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    return next((part.device for part in parts if isinstance(part, torch.Tensor)), torch.device("cpu"))

@@ -1,0 +1,374 @@
+"""`H5ImageDataModule`: images in HDF5 files, uint8 until the device, as batches for a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_gpufeed.datamodules.h5 import H5DataModule
+from lightning_gpufeed.device.images import ImageLayout, ImagePreparation
+from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.hdf5.keys import ArrayInfo, find_image_key, find_label_key
+from lightning_gpufeed.hdf5.layout import H5DatasetLayout
+from lightning_gpufeed.hdf5.source import Batch, H5Source
+from lightning_gpufeed.hdf5.splits import Paths
+from lightning_gpufeed.hdf5.statistics import channel_statistics
+
+__all__ = ["H5ImageDataModule"]
+
+Statistic = float | Sequence[float] | Literal["auto"] | None
+
+_TRUE_PRECISIONS = {"64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class H5ImageDataModule(H5DataModule):
+    """Feeds images and their labels or masks from HDF5 files to a Trainer.
+
+    Images stay uint8 on the host and on the way to the device: a quarter of the bytes of float32. On the
+    device they become floating point, (N, C, H, W), normalised, in the Trainer's precision, and only then go through
+    `device_transform`.
+
+    A step gets `(images, labels)`; `images` alone if the file has no labels; a dict with the keys `image`,
+    `label` and those of `extra_keys` if more fields are asked for. Integer labels and masks arrive as int64,
+    which the loss functions expect.
+
+    What stays bitwise equal: in 32-bit precision (and under autocast) images equal `x / 255`, minus mean, divided by
+    standard deviation, in float32; see `ImagePreparation`. Everything else is as in `H5DataModule`, whose arguments
+    apply here too.
+
+    Example:
+        >>> dm = H5ImageDataModule("train.h5", val="val.h5", batch_size=512)       # doctest: +SKIP
+        >>> Trainer(max_epochs=5).fit(model, datamodule=dm)                        # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        train: Paths | None = None,
+        *,
+        val: Paths | float | Sequence[int] | None = None,
+        test: Paths | float | Sequence[int] | None = None,
+        predict: Paths | Sequence[int] | None = None,
+        image_key: str | None = None,
+        label_key: str | None = None,
+        extra_keys: Sequence[str] = (),
+        image_layout: Literal["auto", "NCHW", "NHWC", "NHW"] = "auto",
+        mean: Statistic = None,
+        std: Statistic = None,
+        channels_last: bool = False,
+        num_classes: int | None = None,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        shuffle: str | bool | None = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        train_indices: Sequence[int] | None = None,
+        stratify: bool = False,
+        device_transform: Callable[..., Any] | None = None,
+        eval_device_transform: Callable[..., Any] | None = None,
+        num_slots: int = 2,
+        pin_memory: bool | None = None,
+    ) -> None:
+        """Note the arguments; files are opened in `setup`.
+
+        Args:
+            train: File or files to train on.
+            val: For validation: files, a fraction, sample numbers, or None; see `H5DataModule`.
+            test: For testing.
+            predict: For prediction; None takes what `test` gives.
+            image_key: Dataset of the images; found by shape and name if None. `{split}` stands for the split's name.
+            label_key: Dataset of the labels or masks; found if None, "" for none.
+            extra_keys: Further datasets to deliver; batches are then dicts.
+            image_layout: Axes of the stored images; "auto" reads the attribute `layout`, else judges by the shape.
+            mean: Per channel, in units of the image scaled to 0..1. None takes the file's attribute if there is
+                one, else does not normalise; "auto" computes it over the training samples if there is none.
+            std: The same for the standard deviation.
+            channels_last: Deliver images in channels-last memory order.
+            num_classes: Number of classes; None takes the length of the attribute `class_names`. Labels are
+                checked against it.
+            batch_size: Samples per rank and training step.
+            eval_batch_size: The same for the other stages, None takes `batch_size`.
+            shuffle: Training order: "full", "window", "window:N" or None.
+            seed: Decides the training order and the fractions.
+            drop_last: Leave out training samples that do not fill a step on every rank.
+            train_indices: Use only these samples of `train`.
+            stratify: Fractions keep the proportions of the classes.
+            device_transform: Called with the images of each training batch on the device, returns the images to use.
+                Where the label is a mask it is called with `(images, masks)` and returns both.
+            eval_device_transform: The same for the other stages.
+            num_slots: Batches read ahead.
+            pin_memory: Page-locked host buffers; None means yes with a GPU.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        super().__init__(
+            train,
+            val=val,
+            test=test,
+            predict=predict,
+            keys=_role_keys(image_key, label_key, extra_keys),
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            train_indices=train_indices,
+            stratify_by="label" if stratify else None,
+            device_transform=device_transform,
+            eval_device_transform=eval_device_transform,
+            num_slots=num_slots,
+            pin_memory=pin_memory,
+        )
+        if image_layout not in ("auto", "NCHW", "NHWC", "NHW"):
+            raise ValueError(f"image_layout={image_layout!r}; expected 'auto', 'NCHW', 'NHWC' or 'NHW'.")
+        if extra_keys and image_key is None:
+            raise ValueError("extra_keys are given without image_key; name the images too, and the labels if any.")
+        self._image_layout = image_layout
+        self._has_labels = label_key != ""
+        self._label_key = label_key
+        self._mean = mean
+        self._std = std
+        self._channels_last = channels_last
+        self._num_classes = num_classes
+        self._preparation: ImagePreparation | None = None
+
+    # What is known of the images -------------------------------------------------------------------------
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes: as given, else by the file's class names; None if neither says."""
+        names = self.class_names
+        return self._num_classes if self._num_classes is not None else len(names) if names else None
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes by number, from the file; None if it has none."""
+        layout = self._layout_of("label")
+        names = None if layout is None else layout.attributes.get("class_names")
+        if names is None:
+            return None
+        return [name.decode() if isinstance(name, bytes) else str(name) for name in np.atleast_1d(names)]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the images a step gets."""
+        layout = self._layout_of("image")
+        if layout is None:
+            raise ValueError("image_shape is known once there is data: give train=, val=, test= or predict=.")
+        shape = layout.sample_shape
+        order = _image_layout(layout, self._image_layout)
+        if order == "NHW":
+            return (1, shape[0], shape[1])
+        return (shape[2], shape[0], shape[1]) if order == "NHWC" else (shape[0], shape[1], shape[2])
+
+    @property
+    def mean(self) -> tuple[float, ...] | None:
+        """Per channel mean that images are normalised with, None for none. Known after `setup`."""
+        return None if self._preparation is None else self._preparation.mean
+
+    @property
+    def std(self) -> tuple[float, ...] | None:
+        """Per channel standard deviation that images are normalised with, None for none. Known after `setup`."""
+        return None if self._preparation is None else self._preparation.std
+
+    def _layout_of(self, field: str) -> H5DatasetLayout | None:
+        """Layout of a field in the first file there is."""
+        for split in ("train", "val", "test", "predict"):
+            found = self._splits.get(split)
+            if found is not None and field in found[0].fields:
+                return found[0].fields[field][0]
+        return None
+
+    def _choose_fields(self, path: str, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
+        """Find images and labels among the arrays of one split."""
+        image_key = find_image_key(path, arrays)
+        label_key = find_label_key(arrays, image_key) if self._has_labels else None
+        return {"image": image_key} | ({"label": label_key} if label_key else {})
+
+    # Setup -----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Open what a stage needs, check labels, find the normalisation; safe to call again.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            LayoutError: A file cannot be used, or a label is out of range.
+            ValueError: The splits do not fit together.
+        """
+        super().setup(stage)
+        for source, indices in self._splits.opened():
+            self._check_labels(source, indices)
+        if self._preparation is None:
+            self._preparation = self._make_preparation()
+
+    def _check_labels(self, source: H5Source, indices: npt.NDArray[np.int64] | None) -> None:
+        """Refuse a class number that no output of a model stands for."""
+        spec = source.specs.get("label")
+        if self.num_classes is None or spec is None or spec.row_bytes > 8 or spec.dtype.is_floating_point:
+            return
+        used = np.arange(source.num_samples) if indices is None else indices
+        labels = source.read_field("label", used).numpy().reshape(-1).astype(np.int64)
+        wrong = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
+        if wrong.size:
+            raise LayoutError(
+                f"{', '.join(source.paths)}: label {labels[wrong[0]]} of sample {used[wrong[0]]} is out of range: "
+                f"{self.num_classes} classes have the labels 0 to {self.num_classes - 1} ({wrong.size} sample(s) are "
+                f"wrong). Correct the labels or num_classes."
+            )
+
+    def _make_preparation(self) -> ImagePreparation:
+        layout = self._layout_of("image")
+        assert layout is not None
+        attributes = layout.attributes
+        order = _image_layout(layout, self._image_layout)
+        preparation = ImagePreparation(
+            layout=order,
+            scale=float(attributes["scale"]) if "scale" in attributes else None,
+            offset=float(attributes.get("offset", 0.0)),
+            dtype=self._precision(),
+            channels_last=self._channels_last,
+        )
+        given = {"mean": self._mean, "std": self._std}
+        computed = None
+        for name, value in given.items():
+            if value is None or value == "auto":
+                stored = attributes.get(name)
+                if stored is None and value == "auto":
+                    computed = computed if computed is not None else self._statistics_on_all_ranks(preparation)
+                    stored = computed[name]
+                value = stored
+            channels = self.image_shape[0]
+            setattr(preparation, name, None if value is None else _per_channel(name, value, channels))
+        if preparation.std is not None and min(preparation.std) <= 0:
+            raise ValueError(f"std is {preparation.std}; expected numbers above 0.")
+        return preparation
+
+    def _precision(self) -> torch.dtype:
+        """Type of the images for the Trainer's precision; autocast works from float32."""
+        precision = "32" if self.trainer is None else str(self.trainer.precision)
+        return next((dtype for name, dtype in _TRUE_PRECISIONS.items() if precision.startswith(name)), torch.float32)
+
+    def _statistics_on_all_ranks(self, preparation: ImagePreparation) -> dict[str, Any]:
+        """Compute on rank 0, give to all; an error there is an error everywhere, not a hang."""
+        trainer = self.trainer
+        result: dict[str, Any] = {}
+        if trainer is None or trainer.is_global_zero:
+            try:
+                result = self._statistics(preparation)
+            except LayoutError as error:
+                result = {"error": str(error)}
+        if trainer is not None and trainer.world_size > 1:
+            result = trainer.strategy.broadcast(result)
+        if "error" in result:
+            raise LayoutError(result["error"])
+        return result
+
+    def _statistics(self, preparation: ImagePreparation) -> dict[str, Any]:
+        """Mean and standard deviation of the scaled training images."""
+        found = self._splits.get("train")
+        if found is None:
+            raise ValueError("mean or std is 'auto', which is computed over the training data, but train= is missing.")
+        source, indices = found
+        axis = {"NCHW": 0, "NHWC": 2, "NHW": None}[preparation.layout]
+        mean, std = channel_statistics(source, "image", axis, indices)
+        dtype = source.specs["image"].dtype
+        if preparation.scale is not None:
+            mean, std = mean * preparation.scale + preparation.offset, std * abs(preparation.scale)
+        elif not dtype.is_floating_point:
+            full = {torch.uint8: 255.0, torch.uint16: 65535.0}.get(dtype, 1.0)
+            mean, std = mean / full, std / full
+        # A channel that never changes stays as it is.
+        return {"mean": mean.tolist(), "std": np.where(std == 0, 1.0, std).tolist()}
+
+    # Batches ---------------------------------------------------------------------------------------------
+
+    def _to_batch(self, source: H5Source) -> Callable[[Batch], Any] | None:
+        names = tuple(source.fields)
+        return _Parts(names) if set(names) <= {"image", "label"} else None
+
+    def _prepare(self, batch: Any) -> Any:
+        """Images to floating point, labels to what a loss expects."""
+        if self._preparation is None:
+            raise RuntimeError("a batch arrived before setup() was called; call setup() or use a Trainer.")
+        self._preparation.dtype = self._precision()
+        if isinstance(batch, torch.Tensor):
+            return self._preparation(batch)
+        if isinstance(batch, Mapping):
+            ready = dict(batch, image=self._preparation(batch["image"]))
+            return ready | ({"label": self._label(batch["label"])} if "label" in batch else {})
+        return self._preparation(batch[0]), self._label(batch[1])
+
+    def _label(self, label: Any) -> Any:
+        if not isinstance(label, torch.Tensor):
+            return label
+        return label.to(self._precision()) if label.dtype.is_floating_point else label.to(torch.int64)
+
+    def _transform(self, transform: Callable[..., Any], batch: Any) -> Any:
+        """Transform the images, and the masks with them."""
+        if isinstance(batch, torch.Tensor):
+            return transform(batch)
+        is_dict = isinstance(batch, dict)
+        image, label = (batch["image"], batch.get("label")) if is_dict else batch
+        if isinstance(label, torch.Tensor) and label.ndim >= 3:
+            image, label = transform(image, label)
+        else:
+            image = transform(image)
+        if not is_dict:
+            return image, label
+        return dict(batch, image=image) | ({"label": label} if "label" in batch else {})
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The image alone, or image and label as a pair."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, batch: Batch) -> Any:
+        return batch["image"] if len(self.names) == 1 else (batch["image"], batch["label"])
+
+
+def _role_keys(image_key: str | None, label_key: str | None, extra_keys: Sequence[str]) -> dict[str, str] | None:
+    """Field name -> key as far as the user named them; None to search."""
+    if image_key is None:
+        return None
+    return {
+        "image": image_key,
+        **({"label": label_key} if label_key else {}),
+        **{key: key for key in extra_keys},
+    }
+
+
+def _image_layout(layout: H5DatasetLayout, wanted: str) -> ImageLayout:
+    """Axes of the stored images, given or judged."""
+    shape = layout.sample_shape
+    stored = layout.attributes.get("layout")
+    stored = stored.decode() if isinstance(stored, bytes) else stored
+    choice = wanted if wanted != "auto" else str(stored) if stored in ("NCHW", "NHWC", "NHW") else None
+    if choice is None and len(shape) == 2:
+        choice = "NHW"
+    if choice is None and len(shape) == 3:
+        first, last = shape[0] in (1, 2, 3, 4), shape[2] in (1, 2, 3, 4)
+        choice = "NCHW" if first and not last else "NHWC" if last and not first else None
+    if choice is None or len(shape) != len(choice) - 1:
+        raise LayoutError(
+            f"{layout.path}: images {layout.key!r} have samples of shape {shape}, whose axes are "
+            f"{'not clear' if choice is None else f'not {choice}'}. Give image_layout='NCHW', 'NHWC' or 'NHW'."
+        )
+    return choice  # type: ignore[return-value]
+
+
+def _per_channel(name: str, value: Any, channels: int) -> tuple[float, ...]:
+    """One number per channel."""
+    numbers = np.asarray(value, dtype=np.float64).reshape(-1)
+    if len(numbers) not in (1, channels) or not np.isfinite(numbers).all():
+        raise ValueError(f"{name} is {value!r}; expected one finite number, or one for each of {channels} channels.")
+    return tuple(float(number) for number in np.broadcast_to(numbers, (channels,)))

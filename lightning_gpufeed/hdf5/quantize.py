@@ -1,0 +1,391 @@
+"""What becomes of the values of a field on their way to the file, and their statistics. Pure: no files.
+
+Images are stored as uint8. A cast that changes values is never made unasked: values in [0, 1] would all
+become zeros, larger ones would wrap around. What can be asked for::
+
+    scale=255          round(value * 255), for floats in [0, 1]
+    quantize=(lo, hi)  the 256 steps between lo and hi; `scale` and `offset` are kept in the file
+    keep_dtype=True    values as they are
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gpufeed.errors import PackError
+from lightning_gpufeed.hdf5.sources.source import FieldSpec
+
+__all__ = [
+    "Affine",
+    "ChannelStatistics",
+    "Conversion",
+    "convert",
+    "finite_range",
+    "plan_conversions",
+]
+
+Array = npt.NDArray[Any]
+
+# Values looked at in one go while summing squares: a slab this small stays in the processor's cache.
+_SLAB_VALUES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The 256 evenly spaced values from `offset` to `offset + 255 * scale`.
+
+    Attributes:
+        scale: Distance of two neighbours.
+        offset: Value that 0 stands for.
+    """
+
+    scale: float
+    offset: float
+
+    @classmethod
+    def fit(cls, low: float, high: float) -> Affine:
+        """Spread the 256 steps over a range.
+
+        Args:
+            low: Value to be stored as 0.
+            high: Value to be stored as 255; equal to `low` when all values are the same.
+
+        Returns:
+            The steps.
+
+        Raises:
+            ValueError: Not finite, `low` above `high`, or a range too wide for float64.
+        """
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ValueError(f"the range to quantise is ({low}, {high}); expected low <= high, both finite")
+        if not math.isfinite(high - low):
+            raise ValueError(f"the range to quantise, ({low}, {high}), is wider than float64 can hold")
+        scale = (high - low) / 255
+        # A constant has no range: any scale will do, as all are stored as 0. So will it below normal numbers,
+        # where dividing by the scale would have no precision left.
+        return cls(scale if scale >= np.finfo(np.float64).tiny else 1.0, low)
+
+    def encode(self, values: Array) -> npt.NDArray[np.uint8]:
+        """The nearest steps.
+
+        Args:
+            values: Numbers within the range, any shape.
+
+        Returns:
+            uint8 of the same shape.
+        """
+        steps = (values.astype(np.float64) - self.offset) / self.scale
+        # Rounding of the division may leave the ends by less than one part in 10**13.
+        return np.clip(np.rint(steps), 0, 255).astype(np.uint8)
+
+    def decode(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+        """The values that the steps stand for.
+
+        Args:
+            stored: uint8, any shape.
+
+        Returns:
+            float64 of the same shape, at most half a step from what was encoded.
+        """
+        return stored.astype(np.float64) * self.scale + self.offset
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to do with the values of one field.
+
+    Attributes:
+        kind: `"keep"` stores as is; `"cast"` takes whole numbers in 0..255; `"scale"` rounds
+            `value * factor`; `"affine"` takes the nearest of 256 steps between `low` and `high`; `"refuse"`
+            explains what is wrong with floats.
+        dtype: NumPy type in the file.
+        factor: For `"scale"`.
+        low: For `"affine"`; None until the range is known.
+        high: For `"affine"`; None until the range is known.
+    """
+
+    kind: Literal["keep", "cast", "scale", "affine", "refuse"]
+    dtype: np.dtype[Any]
+    factor: float = 1.0
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def affine(self) -> Affine | None:
+        """The steps of a quantised field whose range is known."""
+        if self.kind != "affine" or self.low is None or self.high is None:
+            return None
+        return Affine.fit(self.low, self.high)
+
+
+def plan_conversions(
+    fields: Mapping[str, FieldSpec],
+    *,
+    scale: float | None = None,
+    quantize: Literal["auto"] | tuple[float, float] | None = None,
+    keep_dtype: bool = False,
+) -> dict[str, Conversion]:
+    """Decide for each field what happens to its values.
+
+    `scale` and `quantize` are for the image-like fields of floats, or else for those of whole numbers other
+    than uint8; labels and masks beside float images stay out of it.
+
+    Args:
+        fields: Key to shape and type.
+        scale: Factor to multiply with before rounding.
+        quantize: Range to spread 256 steps over; `"auto"` leaves it open until the values were seen.
+        keep_dtype: Store image-like fields as they are.
+
+    Returns:
+        Key to conversion.
+
+    Raises:
+        ValueError: Two of the options at once, or one with a value that cannot be meant.
+        PackError: An option was given, but no field is there for it.
+    """
+    _check_options(scale, quantize, keep_dtype)
+    images = {key: spec for key, spec in fields.items() if spec.is_image_like}
+    floats = [key for key, spec in images.items() if spec.dtype.kind == "f"]
+    targets = floats or [key for key, spec in images.items() if spec.dtype.kind in "iu" and spec.dtype != np.uint8]
+    if (scale is not None or quantize is not None) and not targets:
+        option = "scale" if scale is not None else "quantize"
+        listed = ", ".join(f"{key!r}: {spec.dtype} {spec.sample_shape}" for key, spec in fields.items())
+        raise PackError(
+            f"{option} was given, but there are no images of floats or wide integers to apply it to "
+            f"({listed}); leave {option} out"
+        )
+    planned = {key: _plan(spec, keep_dtype) for key, spec in fields.items()}
+    uint8 = np.dtype(np.uint8)
+    if scale is not None:
+        planned |= {key: Conversion("scale", uint8, factor=float(scale)) for key in targets}
+    elif quantize == "auto":
+        planned |= {key: Conversion("affine", uint8) for key in targets}
+    elif quantize is not None:
+        low, high = map(float, quantize)
+        planned |= {key: Conversion("affine", uint8, low=low, high=high) for key in targets}
+    return planned
+
+
+def _check_options(scale: float | None, quantize: Any, keep_dtype: bool) -> None:
+    """Refuse contradictions and values without meaning."""
+    given = {"scale": scale is not None, "quantize": quantize is not None, "keep_dtype": keep_dtype}
+    if sum(given.values()) > 1:
+        names = " and ".join(name for name, is_given in given.items() if is_given)
+        raise ValueError(f"{names} exclude each other; give one")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; expected a finite number above 0, such as 255")
+    if quantize is None or quantize == "auto":
+        return
+    if isinstance(quantize, str) or len(quantize) != 2:
+        raise ValueError(f'quantize is {quantize!r}; expected "auto" or (low, high)')
+    Affine.fit(*map(float, quantize))
+
+
+def _plan(spec: FieldSpec, keep_dtype: bool) -> Conversion:
+    """The conversion of a field for which nothing was asked."""
+    if not spec.is_image_like:
+        is_label = spec.sample_shape == () and spec.dtype.kind in "iu"
+        return Conversion("keep", np.dtype(np.int64) if is_label else spec.dtype)
+    if keep_dtype or spec.dtype == np.uint8:
+        return Conversion("keep", spec.dtype)
+    return Conversion("cast" if spec.dtype.kind in "iub" else "refuse", np.dtype(np.uint8))
+
+
+def convert(values: Array, conversion: Conversion, key: str, indices: npt.NDArray[np.int64]) -> Array:
+    """Values as they go into the file.
+
+    Args:
+        values: `(num_rows, *sample_shape)`.
+        conversion: What to do.
+        key: Name of the field, for messages.
+        indices: int64 `(num_rows,)`, the rows' places in the source, for messages.
+
+    Returns:
+        C-contiguous array of `conversion.dtype`, same shape.
+
+    Raises:
+        PackError: A value that cannot be stored; the message names the first such sample.
+        ValueError: The range of an automatic quantisation is still open.
+    """
+    if conversion.kind == "refuse":
+        raise PackError(_explain_floats(values, key))
+    if conversion.kind == "keep":
+        if values.dtype == np.uint64 and conversion.dtype == np.int64:
+            _refuse_outside(values, 0, np.iinfo(np.int64).max, key, indices, "the labels' int64")
+        return np.ascontiguousarray(values, conversion.dtype)
+    advice = "convert the values first, or give scale, quantize or keep_dtype (--scale, --quantize, --keep-dtype)"
+    if conversion.kind == "cast":
+        if values.dtype.kind != "b":
+            _refuse_outside(values, 0, 255, key, indices, f"uint8; {advice}")
+        return np.ascontiguousarray(values, np.uint8)
+    _refuse_not_finite(values, key, indices)
+    if conversion.kind == "scale":
+        scaled = np.rint(values.astype(np.float64) * conversion.factor)
+        _refuse_outside(
+            scaled,
+            0,
+            255,
+            key,
+            indices,
+            f"uint8 after scale={conversion.factor:g}; give a smaller scale",
+            values,
+        )
+        return np.ascontiguousarray(scaled, np.uint8)
+    affine = conversion.affine
+    if affine is None:
+        raise ValueError(f"the range of {key!r} is not known yet; see finite_range")
+    _refuse_outside(values, conversion.low, conversion.high, key, indices, "quantize; give a wider range or 'auto'")
+    return np.ascontiguousarray(affine.encode(values))
+
+
+def finite_range(values: Array, key: str, indices: npt.NDArray[np.int64]) -> tuple[float, float]:
+    """Smallest and largest value.
+
+    Args:
+        values: `(num_rows, *sample_shape)`, at least one value.
+        key: Name of the field, for messages.
+        indices: int64 `(num_rows,)`, the rows' places in the source, for messages.
+
+    Returns:
+        `(low, high)`. NaN and infinities raise `PackError` with the first such sample.
+    """
+    _refuse_not_finite(values, key, indices)
+    return float(values.min()), float(values.max())
+
+
+def _explain_floats(values: Array, key: str) -> str:
+    """Why floats are not cast, and what to do instead, by what the values look like."""
+    choices = (
+        "quantize='auto' (--quantize auto) keeps 256 evenly spaced steps of any range, "
+        "keep_dtype=True (--keep-dtype) stores them as they are"
+    )
+    found = f"{key!r} holds {values.dtype} values"
+    if values.dtype.kind != "f":
+        return f"{found}, which uint8 cannot hold; keep_dtype=True (--keep-dtype) stores them as they are"
+    finite = values[np.isfinite(values)]
+    if finite.size and finite.min() >= 0 and finite.max() <= 1:
+        return (
+            f"{found} in [0, 1]; images are stored as uint8, and casting would store zeros. "
+            f"scale=255 (--scale 255) stores round(255 * value); {choices}"
+        )
+    span = f" in [{finite.min():g}, {finite.max():g}]" if finite.size else ""
+    return (
+        f"{found}{span} (first samples); images are stored as uint8, and casting would change them. "
+        f"scale=1 (--scale 1) rounds values that lie in 0..255; {choices}"
+    )
+
+
+def _refuse_not_finite(values: Array, key: str, indices: npt.NDArray[np.int64]) -> None:
+    """Name the first sample with NaN or an infinity."""
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        row, value = _first(~np.isfinite(values), values)
+        raise PackError(f"sample {indices[row]} of {key!r} holds {value}; expected finite values. Clean the source")
+
+
+def _refuse_outside(
+    values: Array,
+    low: float | None,
+    high: float | None,
+    key: str,
+    indices: npt.NDArray[np.int64],
+    what: str,
+    shown: Array | None = None,
+) -> None:
+    """Name the first sample with a value outside [low, high]."""
+    if values.size and (values.min() < low or values.max() > high):
+        row, value = _first((values < low) | (values > high), values if shown is None else shown)
+        raise PackError(f"sample {indices[row]} of {key!r} holds {value}, outside {low:g}..{high:g} of {what}")
+
+
+def _first(is_wrong: npt.NDArray[np.bool_], values: Array) -> tuple[int, Any]:
+    """Row and value of the first wrong value."""
+    place = int(np.flatnonzero(is_wrong)[0])
+    return place // (is_wrong.size // len(is_wrong)), values.reshape(-1)[place]
+
+
+class ChannelStatistics:
+    """Mean and population standard deviation per channel, gathered batch by batch.
+
+    uint8 images are summed in whole numbers, so the result does not depend on the batches at all. Other types
+    are merged in float64 by squared deviations, which do not cancel as sums of squares would.
+
+    Args:
+        sample_shape: Shape of one image.
+        dtype: NumPy type in the file.
+        layout: `"NCHW"`, `"NHWC"` or `"NHW"`.
+        affine: Steps of a quantised field; without, uint8 counts as value / 255, other types as they are.
+
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
+    1979, for the merging.
+    """
+
+    def __init__(self, sample_shape: tuple[int, ...], dtype: np.dtype[Any], layout: str, affine: Affine | None) -> None:
+        self._layout, self._is_exact = layout, dtype == np.uint8
+        self._affine = affine or Affine(1 / 255 if self._is_exact else 1.0, 0.0)
+        num_channels = {"NCHW": sample_shape[0], "NHWC": sample_shape[-1], "NHW": 1}[layout]
+        self._count = 0
+        # Sums and sums of squares when exact, else means and summed squared deviations.
+        self._first: list[Any] = [0] * num_channels
+        self._second: list[Any] = [0] * num_channels
+
+    def update(self, images: Array) -> None:
+        """Take in images `(num_rows, *sample_shape)`."""
+        for slab in _channel_slabs(images, self._layout):
+            (self._add if self._is_exact else self._merge)(slab)
+            self._count += slab.shape[1]
+
+    def _add(self, slab: npt.NDArray[np.uint8]) -> None:
+        """Add sums of a slab `(num_channels, num_values)`."""
+        squares = slab.astype(np.uint16)
+        squares *= squares  # 255 * 255 still fits
+        for channel in range(len(slab)):
+            self._first[channel] += int(slab[channel].sum(dtype=np.uint64))
+            self._second[channel] += int(squares[channel].sum(dtype=np.uint64))
+
+    def _merge(self, slab: Array) -> None:
+        """Merge means and deviations of a slab `(num_channels, num_values)`."""
+        values, count = slab.astype(np.float64), slab.shape[1]
+        total = self._count + count
+        for channel, row in enumerate(values):
+            mean = float(row.mean())
+            delta = mean - self._first[channel]
+            self._second[channel] += float(((row - mean) ** 2).sum()) + delta**2 * (self._count * count / total)
+            self._first[channel] += delta * (count / total)
+
+    def mean_std(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Mean and standard deviation, float64 `(num_channels,)` each, of the decoded values."""
+        count, scale = self._count, self._affine.scale
+        if not self._is_exact:
+            return np.array(self._first), np.sqrt(np.array(self._second) / count)
+        # In whole numbers, where the difference of two large products is still exact.
+        pairs = zip(self._first, self._second, strict=True)
+        variances = [(count * square - total * total) / (count * count) for total, square in pairs]
+        means = np.array([total / count for total in self._first])
+        return means * scale + self._affine.offset, np.sqrt(variances) * scale
+
+    @property
+    def state(self) -> list[Any]:
+        """What `restore` needs; JSON holds it without loss."""
+        return [self._count, list(self._first), list(self._second)]
+
+    def restore(self, state: list[Any]) -> None:
+        """Go on from a saved `state`."""
+        self._count, self._first, self._second = state[0], list(state[1]), list(state[2])
+
+
+def _channel_slabs(images: Array, layout: str) -> Iterator[Array]:
+    """Images as `(num_channels, num_values)` arrays of a size that the processor's cache holds."""
+    by_channel: dict[str, Callable[[Array], Array]] = {
+        "NCHW": lambda part: part.reshape(*part.shape[:2], -1).transpose(1, 0, 2).reshape(part.shape[1], -1),
+        "NHWC": lambda part: np.ascontiguousarray(part.reshape(-1, part.shape[-1]).T),
+        "NHW": lambda part: part.reshape(1, -1),
+    }
+    rows = max(1, _SLAB_VALUES // max(1, images[0].size)) if len(images) else 1
+    for start in range(0, len(images), rows):
+        yield by_channel[layout](images[start : start + rows])
