@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
+from lightning_gpufeed.device.threads import SingleThreadStart
+
 __all__ = ["Feed", "FeedStatistics"]
 
 T = TypeVar("T")
@@ -70,8 +72,9 @@ class _Ring(Generic[T]):
         self.produce_seconds = 0.0
 
 
-def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int) -> None:
+def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int, start: SingleThreadStart) -> None:
     """Body of the thread."""
+    start.in_thread()
     try:
         for number in range(num_items):
             with ring.changed:
@@ -132,13 +135,14 @@ class Feed(Generic[T]):
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
         self._ring: _Ring[T] = _Ring(num_slots)
-        thread = threading.Thread(
-            target=_fill, args=(self._ring, produce, num_items), name="gpufeed-reader", daemon=True
-        )
+        start = SingleThreadStart()
+        arguments = (self._ring, produce, num_items, start)
+        thread = threading.Thread(target=_fill, args=arguments, name="gpufeed-reader", daemon=True)
         self.statistics = FeedStatistics()
         self._begin: float | None = None
         self._close = weakref.finalize(self, _stop, self._ring, thread)
         thread.start()
+        start.in_starter()
 
     def __iter__(self) -> Self:
         """The feed itself: it runs once."""

@@ -1,4 +1,4 @@
-"""The unfinished output of `pack`: its structure on disk, the journal to go on from, and the lock.
+"""The unfinished output of `pack`: its structure, the rows in it, the journal to go on from, and the lock.
 
 ::
 
@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -38,11 +39,14 @@ __all__ = [
     "OutputLock",
     "OutputPaths",
     "Stage",
+    "as_bytes",
     "chunk_offsets",
     "create_structure",
     "open_for_writing",
     "restore_structure",
     "structure_fingerprint",
+    "sync_folder",
+    "write_rows",
 ]
 
 # Larger objects begin at multiples of a page, as direct I/O needs; smaller ones are not worth the padding.
@@ -140,12 +144,9 @@ class Journal:
 
 
 class OutputLock:
-    """One writer per output: held from `with` to its end, and let go by the kernel if the process is killed.
+    """One writer per output, from `with` to its end; the kernel lets go if the process is killed.
 
-    A file of its own, because HDF5 may lock the output itself, which would then refuse us.
-
-    Args:
-        paths: The output.
+    It is a file of its own because HDF5 may lock the output itself, which would then refuse us.
     """
 
     def __init__(self, paths: OutputPaths) -> None:
@@ -241,13 +242,7 @@ def open_for_writing(path: Path, mode: str) -> h5py.File:
 
 
 def create_structure(path: Path, plans: Sequence[FieldPlan], num_samples: int) -> None:
-    """Create the output with all its chunks in place but no rows: a sparse file.
-
-    Args:
-        path: File to create or replace.
-        plans: The datasets.
-        num_samples: Rows in each.
-    """
+    """Create or replace a file with all its chunks in place but no rows: it is sparse."""
     with open_for_writing(path, "w") as file:
         for plan in plans:
             creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -261,15 +256,7 @@ def create_structure(path: Path, plans: Sequence[FieldPlan], num_samples: int) -
 
 
 def chunk_offsets(path: Path, plans: Sequence[FieldPlan]) -> dict[str, npt.NDArray[np.int64]]:
-    """Where the chunks lie.
-
-    Args:
-        path: A file from `create_structure`.
-        plans: Its datasets.
-
-    Returns:
-        Key to int64 `(num_chunks,)`, bytes from the start of the file.
-    """
+    """Where the chunks lie: key to int64 `(num_chunks,)`, bytes from the start of the file."""
     with h5py.File(path, "r", locking=False) as file:
         return {plan.key: _offsets(file[plan.key], plan) for plan in plans}
 
@@ -304,7 +291,7 @@ def restore_structure(path: Path, plans: Sequence[FieldPlan], num_samples: int, 
         fingerprint: Of the file at creation.
 
     Returns:
-        Whether it was done; False if this HDF5 lays out chunks in another way, and nothing was changed.
+        False if this HDF5 would lay the chunks out in another way; nothing was changed then.
     """
     fresh = path.with_name(f"{path.name}.fresh")
     try:
@@ -327,3 +314,52 @@ def restore_structure(path: Path, plans: Sequence[FieldPlan], num_samples: int, 
     finally:
         fresh.unlink(missing_ok=True)
     return True
+
+
+def write_rows(
+    descriptor: int,
+    values: npt.NDArray[Any],
+    plan: FieldPlan,
+    first_row: int,
+    offsets: npt.NDArray[np.int64],
+    crc32: list[int],
+) -> None:
+    """Write rows to their places in the chunks, and carry the checksums on.
+
+    Args:
+        descriptor: The file, open for writing.
+        values: C-contiguous `(num_rows, *sample_shape)` of the stored type.
+        plan: Their dataset.
+        first_row: Place of the first one in the dataset.
+        offsets: int64 `(num_chunks,)`, see `chunk_offsets`.
+        crc32: One checksum per chunk begun; changed in place.
+    """
+    content = as_bytes(values)
+    row, end = first_row, first_row + len(values)
+    while row < end:
+        chunk, row_in_chunk = divmod(row, plan.rows_per_chunk)
+        next_row = min(end, (chunk + 1) * plan.rows_per_chunk)
+        part = content[(row - first_row) * plan.sample_bytes : (next_row - first_row) * plan.sample_bytes]
+        if row_in_chunk == 0:
+            crc32.append(0)
+        crc32[chunk] = zlib.crc32(part, crc32[chunk])
+        place = int(offsets[chunk]) + row_in_chunk * plan.sample_bytes
+        while part:
+            num_written = os.pwrite(descriptor, part, place)
+            part, place = part[num_written:], place + num_written
+        row = next_row
+
+
+def as_bytes(values: npt.NDArray[Any]) -> memoryview:
+    """The bytes of an array in row order, without a copy when it is contiguous."""
+    flat: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names that were added, changed or removed to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -22,7 +22,7 @@ from lightning_gpufeed.hdf5.sources.source import (
     select_keys,
 )
 
-__all__ = ["H5Source", "open_h5"]
+__all__ = ["H5FileSource", "open_h5"]
 
 # Decoded blocks kept while rows are read in another order than the file's.
 _CACHE_BYTES = 256 * 1024**2
@@ -31,7 +31,7 @@ _CONTIGUOUS_BLOCK_BYTES = 1024**2
 _KEPT_ATTRIBUTES = ("layout", "class_names", "scale", "offset")
 
 
-def open_h5(path: Path, options: SourceOptions) -> H5Source:
+def open_h5(path: Path, options: SourceOptions) -> H5FileSource:
     """An HDF5 file.
 
     Args:
@@ -52,13 +52,13 @@ def open_h5(path: Path, options: SourceOptions) -> H5Source:
     except OSError as error:
         raise PackError(f"{path} cannot be opened as HDF5: {error}") from error
     try:
-        return H5Source(file, path, options)
+        return H5FileSource(file, path, options)
     except BaseException:
         file.close()
         raise
 
 
-class H5Source:
+class H5FileSource:
     """Datasets of one file, read by whole chunks.
 
     Args:

@@ -1,0 +1,515 @@
+"""`pack`: any source into one chunked HDF5 file that trains fast, and that a kill cannot break.
+
+HDF5 lays out the file once; the rows then go straight to their places with `pwrite`, block by block::
+
+    source ──read──> block of rows ──convert──> uint8 ──pwrite──> OUT.h5.partial
+                                        │                              │
+                                    statistics                 crc32 per chunk ──every 2 s──> journal
+
+    attributes, checksums, fsync, rename ──> OUT.h5
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+
+from lightning_gpufeed.errors import LayoutError, PackError
+from lightning_gpufeed.hdf5.journal import (
+    FieldPlan,
+    Journal,
+    OutputLock,
+    OutputPaths,
+    Stage,
+    as_bytes,
+    chunk_offsets,
+    create_structure,
+    open_for_writing,
+    restore_structure,
+    structure_fingerprint,
+    sync_folder,
+    write_rows,
+)
+from lightning_gpufeed.hdf5.sources import open_source
+from lightning_gpufeed.hdf5.sources.blocks import BlockReader, shuffled_order
+
+__all__ = ["PackProgress", "PackReport", "PackedField", "pack", "verify"]
+
+_FORMAT = 1
+_CHECKPOINT_SECONDS = 2.0
+_CHECKPOINT_BYTES = 256 * 1024**2
+_PROGRESS_SECONDS = 0.1
+# HDF5 before 2.0 cannot read larger chunks.
+_MAX_CHUNK_BYTES = 2**32 - 1
+
+OnProgress = Callable[["PackProgress"], None]
+
+
+@dataclass(frozen=True)
+class PackProgress:
+    """How far packing is.
+
+    Attributes:
+        rows_done: Rows of the source that are dealt with, written or skipped.
+        rows_total: Rows of the source.
+        bytes_written: Bytes of rows in the file.
+        stage: `"scanning"` for the range of an automatic quantisation, else `"writing"`.
+    """
+
+    rows_done: int
+    rows_total: int
+    bytes_written: int
+    stage: Literal["scanning", "writing"] = "writing"
+
+
+@dataclass(frozen=True)
+class PackedField:
+    """One dataset of the packed file.
+
+    Attributes:
+        shape: Shape with the rows first.
+        dtype: NumPy type in the file.
+        rows_per_chunk: Rows in each chunk.
+        chunk_bytes: Size of each chunk in bytes.
+        attributes: What the file says about it: `layout`, `mean`, `std`, `scale`, `offset`, `class_names`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    rows_per_chunk: int
+    chunk_bytes: int
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What `pack` did.
+
+    Attributes:
+        path: The packed file.
+        num_samples: Rows in it.
+        fields: Key to dataset.
+        skipped: `(name, reason)` of each sample left out.
+        resumed_rows: Rows of the source that an earlier, interrupted call had dealt with.
+        verified_chunks: Chunks read back and compared; None unless `verify` was asked for.
+        file_bytes: Size of the file in bytes.
+        seconds: Time that this call took.
+    """
+
+    path: Path
+    num_samples: int
+    fields: dict[str, PackedField]
+    skipped: tuple[tuple[str, str], ...]
+    resumed_rows: int
+    verified_chunks: int | None
+    file_bytes: int
+    seconds: float
+
+
+def pack(
+    source: Any,
+    out: str | os.PathLike[str],
+    *,
+    chunk_bytes: int = 512 * 1024,
+    shuffle: bool = False,
+    seed: int = 0,
+    scale: float | None = None,
+    quantize: Literal["auto"] | tuple[float, float] | None = None,
+    keep_dtype: bool = False,
+    on_error: Literal["raise", "skip"] = "raise",
+    verify: bool = False,
+    num_workers: int | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    keys: Sequence[str] | None = None,
+    split: str | None = None,
+    resize: int | tuple[int, int] | None = None,
+    crop: int | tuple[int, int] | None = None,
+    mode: str = "RGB",
+    layout: Literal["NCHW", "NHWC"] = "NCHW",
+    on_progress: Callable[[PackProgress], None] | None = None,
+) -> PackReport:
+    """Pack a source into one HDF5 file whose chunks hold whole samples.
+
+    Fields whose rows have two or more axes are stored as uint8, and values that uint8 would change are refused
+    unless `scale`, `quantize` or `keep_dtype` says what to do. The file appears under its name when it is
+    complete. After a kill, the same call goes on where the last journal entry is, two seconds back at most.
+
+    Whatever cannot be packed, an output that exists, a full disk and a second process at the same output raise
+    `PackError`; options that contradict each other, `ValueError`; a missing source, `FileNotFoundError`.
+
+    Args:
+        source: See `lightning_gpufeed.hdf5.sources.open_source`. A `Source` given open stays open.
+        out: File to write.
+        chunk_bytes: Upper limit for a chunk, in bytes; a larger sample gets a chunk of its own.
+        shuffle: Write the rows in an order drawn from `seed`, instead of the source's.
+        seed: 0 or more.
+        scale: Store `round(value * scale)`.
+        quantize: Store the nearest of 256 steps between `(low, high)`, or `"auto"` between the smallest and
+            the largest value, for which the source is read twice.
+        keep_dtype: Store image-like fields as they are.
+        on_error: `"raise"` at a sample that cannot be read, or `"skip"` it and keep a list.
+        verify: Read the file back and compare checksums before it gets its name.
+        num_workers: Processes that decode image files; see `SourceOptions`.
+        resume: Go on from an interrupted call with the same source and options.
+        overwrite: Replace an existing output, when the new one is complete.
+        keys: Fields to take; None takes all.
+        split: See `SourceOptions`.
+        resize: See `SourceOptions`.
+        crop: See `SourceOptions`.
+        mode: See `SourceOptions`.
+        layout: See `SourceOptions`.
+        on_progress: Called about ten times a second at most, in this thread.
+
+    Returns:
+        What was written.
+
+    Raises:
+        FileNotFoundError: The source, or the folder of `out`, is missing.
+        PackError: The output exists.
+
+    Example:
+        >>> pack("photos/", "train.h5", resize=256, crop=224).num_samples  # doctest: +SKIP
+        1281167
+    """
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}; expected at least 1, such as 512 * 1024")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; expected 0 or more")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error is {on_error!r}; expected "raise" or "skip"')
+    paths = OutputPaths.of(out)
+    if not paths.final.parent.is_dir():
+        raise FileNotFoundError(f"the folder for {paths.final} does not exist; create {paths.final.parent}")
+    _refuse_existing(paths.final, overwrite)
+    reading = {"keys": keys, "split": split, "resize": resize, "crop": crop, "mode": mode, "layout": layout}
+    storing = {"scale": scale, "quantize": quantize, "keep_dtype": keep_dtype}
+    ordering = {"chunk_bytes": chunk_bytes, "shuffle": shuffle, "seed": seed if shuffle else None}
+    opened = open_source(source, num_workers=num_workers, **reading)
+    try:
+        order = shuffled_order(opened.num_samples, seed) if shuffle else None
+        reader = BlockReader(opened, order=order, on_error=on_error, **storing)
+        with OutputLock(paths):
+            # What decides the content of the file; `on_error`, say, may change when a call is repeated.
+            packing = _Packing(reader, paths, chunk_bytes, reading | storing | ordering, on_progress)
+            return packing.run(is_verifying=verify, is_resuming=resume, is_overwriting=overwrite)
+    finally:
+        if opened is not source:
+            opened.close()
+
+
+def _refuse_existing(final: Path, overwrite: bool) -> None:
+    """Leave a file alone that is there already."""
+    if final.is_dir():
+        raise PackError(f"{final} is a folder; expected the name of a file to write")
+    if final.exists() and not overwrite:
+        raise PackError(f"{final} exists; overwrite=True (--overwrite) replaces it")
+
+
+class _Packing:
+    """One call of `pack`, with the lock held."""
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        paths: OutputPaths,
+        chunk_bytes: int,
+        options: dict[str, Any],
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._reader, self._paths, self._on_progress = reader, paths, on_progress
+        self._started = self._last_progress = time.monotonic()
+        source = reader.source
+        self._num_samples = source.num_samples
+        self._plans = [
+            _plan_field(key, spec.sample_shape, reader.conversions[key].dtype, chunk_bytes, self._num_samples)
+            for key, spec in source.fields.items()
+        ]
+        self._row_bytes = sum(plan.sample_bytes for plan in self._plans)
+        self._needed_bytes = sum(plan.num_chunks(self._num_samples) * plan.chunk_bytes for plan in self._plans)
+        # By way of JSON, for comparison with what a journal holds.
+        self._journal = Journal(source.identity, json.loads(json.dumps(options)))
+        self._saved_position = 0
+
+    def run(self, *, is_verifying: bool, is_resuming: bool, is_overwriting: bool) -> PackReport:
+        """Write, finish, check, rename."""
+        self._reader.refuse_floats()
+        try:
+            if not (is_resuming and self._go_on()):
+                self._start()
+            resumed_rows = self._journal.position
+            self._reader.start(self._journal.ranges, self._journal.statistics)
+            if self._journal.stage is Stage.WRITING:
+                self._write()
+            if self._journal.stage is Stage.FINISHING:
+                self._finish()
+            verified_chunks = self._verify() if is_verifying else None
+            _refuse_existing(self._paths.final, is_overwriting)
+            self._publish()
+        except PackError as error:
+            raise PackError(f"{error}{self._keep_or_remove()}") from error.__cause__
+        journal = self._journal
+        return PackReport(
+            path=self._paths.final,
+            num_samples=journal.num_rows,
+            fields={plan.key: self._packed_field(plan) for plan in self._plans},
+            skipped=tuple((name, reason) for name, reason in journal.skipped),
+            resumed_rows=resumed_rows,
+            verified_chunks=verified_chunks,
+            file_bytes=journal.file_bytes,
+            seconds=time.monotonic() - self._started,
+        )
+
+    def _packed_field(self, plan: FieldPlan) -> PackedField:
+        """The report on a dataset."""
+        shape = (self._journal.num_rows, *plan.sample_shape)
+        attributes = self._reader.attributes(plan.key)
+        return PackedField(shape, plan.dtype, plan.rows_per_chunk, plan.chunk_bytes, attributes)
+
+    def _go_on(self) -> bool:
+        """Take up the journal of an interrupted call, if it fits."""
+        found = Journal.load(self._paths.journal)
+        if found is None:
+            return False
+        reason = found.difference(self._journal.source, self._journal.options) or self._unusable(found)
+        if reason is not None:
+            warnings.warn(f"{self._paths.partial} is begun anew, not continued: {reason}", stacklevel=4)
+            return False
+        self._journal, self._saved_position = found, found.position
+        self._check_space()
+        return True
+
+    def _unusable(self, journal: Journal) -> str | None:
+        """Why the unfinished file does not fit its journal, or None."""
+        partial = self._paths.partial
+        if not partial.exists():
+            return "it is missing"
+        if journal.stage is Stage.FINISHED:
+            return None if partial.stat().st_size == journal.file_bytes else "its size has changed"
+        if journal.stage is Stage.FINISHING:
+            with self._writing():
+                is_restored = restore_structure(partial, self._plans, self._num_samples, journal.structure)
+            return None if is_restored else "it was written by another version of HDF5"
+        try:
+            is_same = structure_fingerprint(partial, self._plans) == journal.structure
+        except (OSError, KeyError):
+            is_same = False
+        return None if is_same else "it has been changed"
+
+    def _start(self) -> None:
+        """Begin a new file."""
+        self._check_space()
+        # First of all: a journal must never outlive the file that it tells about.
+        self._paths.journal.unlink(missing_ok=True)
+        sync_folder(self._paths.final.parent)
+        self._journal.ranges = self._reader.scan_ranges(lambda position: self._show(position, 0, "scanning"))
+        with self._writing():
+            create_structure(self._paths.partial, self._plans, self._num_samples)
+            self._journal.structure = structure_fingerprint(self._paths.partial, self._plans)
+            self._journal.crc32 = {plan.key: [] for plan in self._plans}
+            self._journal.save(self._paths.journal)
+
+    def _check_space(self) -> None:
+        """Refuse what cannot fit, before hours of work."""
+        partial = self._paths.partial
+        present = partial.stat().st_blocks * 512 if partial.exists() else 0
+        needed, free = self._needed_bytes - present, shutil.disk_usage(self._paths.final.parent).free
+        if needed > free:
+            raise PackError(
+                f"{self._paths.final} needs {needed:,} bytes more, but the file system has {free:,} free; "
+                "make room or choose another place"
+            )
+
+    def _write(self) -> None:
+        """Write the rows that are missing."""
+        journal = self._journal
+        offsets = chunk_offsets(self._paths.partial, self._plans)
+        descriptor = os.open(self._paths.partial, os.O_RDWR | os.O_CLOEXEC)
+        saved_at, unsaved_bytes = time.monotonic(), 0
+        try:
+            for block in self._reader.blocks(journal.position):
+                with self._writing():
+                    for plan in self._plans:
+                        key = plan.key
+                        crc32 = journal.crc32[key]
+                        write_rows(descriptor, block.values[key], plan, journal.num_rows, offsets[key], crc32)
+                journal.skipped.extend([error.name, error.reason] for error in block.errors)
+                journal.num_rows += block.num_rows
+                journal.position = block.position
+                unsaved_bytes += block.num_rows * self._row_bytes
+                now = time.monotonic()
+                if unsaved_bytes >= _CHECKPOINT_BYTES or now - saved_at >= _CHECKPOINT_SECONDS:
+                    self._save(descriptor)
+                    saved_at, unsaved_bytes = time.monotonic(), 0
+                self._show(block.position, journal.num_rows)
+            if journal.num_rows == 0:
+                raise PackError(f"none of the {self._num_samples} samples could be read; nothing is left to pack")
+            journal.stage = Stage.FINISHING
+            self._save(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _save(self, descriptor: int) -> None:
+        """Bring the rows to disk, then the journal that knows them."""
+        with self._writing():
+            os.fdatasync(descriptor)
+            self._journal.statistics = self._reader.statistics_state()
+            self._journal.save(self._paths.journal)
+        self._saved_position = self._journal.position
+
+    def _show(self, position: int, num_rows: int, stage: Literal["scanning", "writing"] = "writing") -> None:
+        """Call `on_progress`, not too often, but always at the end."""
+        now = time.monotonic()
+        is_due = now - self._last_progress >= _PROGRESS_SECONDS or position == self._num_samples
+        if self._on_progress is not None and is_due:
+            self._last_progress = now
+            self._on_progress(PackProgress(position, self._num_samples, num_rows * self._row_bytes, stage))
+
+    def _finish(self) -> None:
+        """Add attributes and checksums through HDF5; the journal says that this has begun."""
+        with self._writing():
+            with open_for_writing(self._paths.partial, "r+") as file:
+                self._write_metadata(file)
+            with self._paths.partial.open("r+b") as written:
+                os.fsync(written.fileno())
+            self._journal.file_bytes = self._paths.partial.stat().st_size
+            self._journal.stage = Stage.FINISHED
+            self._journal.save(self._paths.journal)
+
+    def _write_metadata(self, file: h5py.File) -> None:
+        """Everything in the file besides the rows."""
+        journal = self._journal
+        file.attrs["gpufeed_format"] = _FORMAT
+        # Not imported: the package's root imports Lightning, which this floor does without.
+        file.attrs["gpufeed_version"] = sys.modules[__name__.partition(".")[0]].__version__
+        for plan in self._plans:
+            dataset = file[plan.key]
+            if journal.num_rows < self._num_samples:
+                dataset.resize(journal.num_rows, axis=0)
+            for name, value in self._reader.attributes(plan.key).items():
+                is_text = name == "class_names"
+                dataset.attrs[name] = np.array(value, dtype=h5py.string_dtype()) if is_text else value
+            checksums = np.array(journal.crc32[plan.key], np.uint32)
+            kept = file.create_dataset(f"_gpufeed/crc32/{plan.key}", data=checksums)
+            kept.attrs["rows_per_chunk"] = plan.rows_per_chunk
+        if journal.skipped:
+            names = [name for name, _ in journal.skipped]
+            file.create_dataset("_gpufeed/skipped", data=names, dtype=h5py.string_dtype())
+
+    def _verify(self) -> int:
+        """Read the finished file back; what went wrong on disk must be written again."""
+        try:
+            return verify(self._paths.partial)
+        except LayoutError as error:
+            self._saved_position = 0
+            raise PackError(f"the disk gave back other bytes than were written: {error}") from error
+
+    def _publish(self) -> None:
+        """Give the file its name; from here on there is nothing to go on with."""
+        with self._writing():
+            os.replace(self._paths.partial, self._paths.final)
+            sync_folder(self._paths.final.parent)
+            self._paths.journal.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an error of the file system into one that says how much room is needed."""
+        try:
+            yield
+        except OSError as error:
+            written = self._journal.num_rows * self._row_bytes
+            raise PackError(
+                f"writing {self._paths.partial} failed: {error.strerror or error}. The file needs "
+                f"{self._needed_bytes:,} bytes in all; {written:,} were written and "
+                f"{shutil.disk_usage(self._paths.final.parent).free:,} are free"
+            ) from error
+
+    def _keep_or_remove(self) -> str:
+        """Keep what a further call can use, and say so; remove the rest."""
+        if self._saved_position:
+            return (
+                f"\nWhat was written before stays in {self._paths.partial}: a further call with the same source "
+                f"and options goes on after {self._saved_position} of {self._num_samples} samples"
+            )
+        for path in (self._paths.partial, self._paths.journal):
+            path.unlink(missing_ok=True)
+        return ""
+
+
+def _plan_field(
+    key: str, sample_shape: tuple[int, ...], dtype: np.dtype[Any], chunk_bytes: int, num_samples: int
+) -> FieldPlan:
+    """The dataset of a field: as many whole samples in a chunk as fit."""
+    if key.strip("/") != key or not key or key.split("/")[0] == "_gpufeed" or "." in key.split("/"):
+        raise PackError(f"the source has a field named {key!r}, which no dataset can be called; rename it")
+    sample_bytes = FieldPlan(key, sample_shape, dtype, 1).sample_bytes
+    if not 0 < sample_bytes <= _MAX_CHUNK_BYTES:
+        raise PackError(
+            f"a sample of {key!r} has shape {sample_shape}, {sample_bytes:,} bytes; expected at least one value "
+            "and less than 4 GiB, which is what a chunk of HDF5 can hold"
+        )
+    rows = max(1, min(chunk_bytes, _MAX_CHUNK_BYTES) // sample_bytes)
+    return FieldPlan(key, sample_shape, dtype, min(rows, num_samples))
+
+
+def verify(path: str | os.PathLike[str]) -> int:
+    """Read a packed file whole and compare each chunk with its checksum.
+
+    Args:
+        path: A file that `pack` wrote.
+
+    Returns:
+        Number of chunks compared.
+
+    Raises:
+        FileNotFoundError: No such file.
+        LayoutError: The first chunk that differs, with its rows; or a file without checksums.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no such file: {str(path)!r}")
+    try:
+        with h5py.File(path, "r", rdcc_nbytes=0, locking=False) as file:
+            keys: list[str] = []
+            group = file.get("_gpufeed/crc32", {})
+            if group:
+                group.visititems(lambda name, item: keys.append(name) if isinstance(item, h5py.Dataset) else None)
+            if not keys:
+                raise LayoutError(f"{path} has no checksums; only files written by `gpufeed pack` have them")
+            return sum(_verify_dataset(path, file, key) for key in keys)
+    except OSError as error:
+        raise LayoutError(f"{path} cannot be read as HDF5: {error}") from error
+
+
+def _verify_dataset(path: str | os.PathLike[str], file: h5py.File, key: str) -> int:
+    """Compare the chunks of one dataset."""
+    checksums = file[f"_gpufeed/crc32/{key}"]
+    rows_per_chunk = int(checksums.attrs["rows_per_chunk"])
+    dataset = file.get(key)
+    num_chunks = 0 if dataset is None else -(-dataset.shape[0] // rows_per_chunk)
+    if num_chunks != len(checksums):
+        raise LayoutError(
+            f"{path}: {key!r} has {num_chunks} chunks of {rows_per_chunk} rows, but {len(checksums)} checksums; "
+            "it was changed after packing"
+        )
+    for chunk, expected in enumerate(checksums[:].tolist()):
+        first = chunk * rows_per_chunk
+        rows = dataset[first : first + rows_per_chunk]
+        if zlib.crc32(as_bytes(rows)) != expected:
+            raise LayoutError(
+                f"{path}: chunk {chunk} of {key!r}, rows {first} to {first + len(rows) - 1}, does not match its "
+                "checksum; the file is damaged, pack it again or restore a copy"
+            )
+    return num_chunks
