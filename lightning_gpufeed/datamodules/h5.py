@@ -14,6 +14,7 @@ from torch import nn
 from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.loader import H5Loader
+from lightning_gpufeed.hdf5.order import parse_shuffle
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import H5Splits, Paths
 
@@ -131,8 +132,8 @@ class H5DataModule(LightningDataModule):
         self._num_slots = num_slots
         self._pin_memory = pin_memory
         self._loaders: dict[Split, H5Loader] = {}
-        self._saved_position: dict[str, Any] | None = None
-        self._reload_every_n_epochs: int | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._switched: tuple[Any, int] | None = None
         self._is_described = False
 
     # What each split is made of --------------------------------------------------------------------------
@@ -152,6 +153,8 @@ class H5DataModule(LightningDataModule):
         name = next((name for name in _STAGE_SPLITS if stage == name), None)
         if name is None:
             raise ValueError(f"stage is {stage!r}; expected one of {', '.join(_STAGE_SPLITS)}.")
+        if name == "fit":
+            self._forget_resumed()
         for split in _STAGE_SPLITS[name]:
             self._splits.get(split)
         if name == "fit" and self._splits.get("train") is None:
@@ -170,10 +173,17 @@ class H5DataModule(LightningDataModule):
             A loader that stands where a loaded checkpoint left off.
         """
         loader = self._loader("train")
-        if self._saved_position is not None:
-            loader.load_state_dict(self._saved_position)
-            self._saved_position = None
-        self._reload_after_odd_epoch(loader)
+        if self._resumed is None:
+            return loader
+        # The state's order is continued in all epochs to come, also by loaders made after this one.
+        loader.seed, loader.shuffle = self._resumed["seed"], parse_shuffle(self._resumed["shuffle"])
+        epoch = self.trainer.current_epoch if self.trainer is not None else self._resumed["epoch"]
+        if epoch > self._resumed["epoch"]:
+            # Lightning may still hold the loader's own, older state and load it into this one.
+            loader.position.first_epoch = epoch
+            self._close_old_epoch(loader)
+        elif epoch == self._resumed["epoch"] or not self._has_other_sizes(loader):
+            loader.load_state_dict(self._resumed)
         return loader
 
     def val_dataloader(self) -> H5Loader | list[Any]:
@@ -274,8 +284,7 @@ class H5DataModule(LightningDataModule):
         """
         batch = self._prepare(batch)
         trainer = self.trainer
-        is_training = trainer is None or trainer.training
-        transform = self.device_transform if is_training else self.eval_device_transform
+        transform = self.device_transform if self._running_split() == "train" else self.eval_device_transform
         if transform is not None:
             if isinstance(transform, nn.Module):
                 transform.to(_device_of(batch))
@@ -285,6 +294,13 @@ class H5DataModule(LightningDataModule):
             # Lightning asks either the DataModule or the module; here the module's own hook is not lost.
             batch = module.on_after_batch_transfer(batch, dataloader_idx)
         return batch
+
+    def _running_split(self) -> Split:
+        """Which data the Trainer is at; training when there is no Trainer."""
+        trainer = self.trainer
+        if trainer is None or trainer.training:
+            return "train"
+        return "test" if trainer.testing else "predict" if trainer.predicting else "val"
 
     def _prepare(self, batch: Any) -> Any:
         """What every batch goes through on the device."""
@@ -308,7 +324,7 @@ class H5DataModule(LightningDataModule):
         return {"train": self._loaders["train"].state_dict()} if "train" in self._loaders else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved position.
+        """Continue from a saved position; outside of training there is nothing to continue.
 
         Args:
             state_dict: From `state_dict`.
@@ -317,25 +333,40 @@ class H5DataModule(LightningDataModule):
             FeedError: The position was saved over other data.
             ValueError: The state is of another kind.
         """
-        self._saved_position = state_dict.get("train")
-        if self._saved_position is not None and "train" in self._loaders:
-            self._loaders["train"].load_state_dict(self._saved_position)
+        trainer: Any = self.trainer
+        if "train" not in state_dict or (trainer is not None and trainer.state.fn != "fit"):
+            return
+        loader = self._loader("train")
+        loader.load_state_dict(state_dict["train"])
+        self._resumed = dict(state_dict["train"])
+        if trainer is not None and self._has_other_sizes(loader):
+            # Lightning counts the batches of an epoch once and for all. A resumed epoch with other sizes has a
+            # number of its own, so its public switch is set to make it ask again at each epoch.
+            self._switched = (trainer, trainer.reload_dataloaders_every_n_epochs)
+            trainer.reload_dataloaders_every_n_epochs = 1
 
-    def _reload_after_odd_epoch(self, loader: H5Loader) -> None:
-        """Let the Trainer ask again for the length after an epoch resumed with other sizes.
+    def _has_other_sizes(self, loader: H5Loader) -> bool:
+        """Whether the resumed epoch was begun with another batch size or number of ranks."""
+        return self._resumed is not None and self._resumed["step_samples"] != loader.step_samples
 
-        Lightning takes the number of batches once. Such an epoch has a number of its own, so the next one has to be
-        announced anew; its public switch for that is set for one epoch and put back.
+    def _close_old_epoch(self, loader: H5Loader) -> None:
+        """Let the Trainer see that an epoch saved at its last batch is over, though epochs have more batches now.
+
+        It compares the batches done with the length of an epoch, and would take them for a part of the next one.
         """
         trainer: Any = self.trainer
-        if trainer is None:
-            return
-        if self._reload_every_n_epochs is not None:
-            trainer.reload_dataloaders_every_n_epochs = self._reload_every_n_epochs
-            self._reload_every_n_epochs = None
-        if len(loader) != loader.num_steps_per_epoch and not trainer.reload_dataloaders_every_n_epochs:
-            self._reload_every_n_epochs = trainer.reload_dataloaders_every_n_epochs
-            trainer.reload_dataloaders_every_n_epochs = 1
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if epoch_loop.restarted_on_train_batch_end and self._has_other_sizes(loader):
+            done = epoch_loop.batch_progress.current
+            done.completed = max(done.completed, len(loader))
+
+    def _forget_resumed(self) -> None:
+        """Put back what resuming changed."""
+        self._resumed = None
+        if self._switched is not None:
+            trainer, every_n_epochs = self._switched
+            trainer.reload_dataloaders_every_n_epochs = every_n_epochs
+            self._switched = None
 
     def teardown(self, stage: str) -> None:
         """End threads and close files; the next `setup` opens them again.
@@ -343,9 +374,11 @@ class H5DataModule(LightningDataModule):
         Args:
             stage: Given by the Trainer.
         """
+        if stage == "fit":
+            self._forget_resumed()
         for loader in self._loaders.values():
             loader.close()
-        for source, _ in self._splits.opened():
+        for source, _ in self._splits.opened().values():
             source.close()
 
 

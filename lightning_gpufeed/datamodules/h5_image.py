@@ -13,7 +13,7 @@ import torch
 from lightning_gpufeed.datamodules.h5 import H5DataModule
 from lightning_gpufeed.device.images import ImageLayout, ImagePreparation
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.keys import ArrayInfo, find_image_key, find_label_key
+from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, find_image_key, find_label_key
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import Paths
@@ -38,7 +38,8 @@ class H5ImageDataModule(H5DataModule):
     which the loss functions expect.
 
     What stays bitwise equal: in 32-bit precision (and under autocast) images equal `x / 255`, minus mean, divided by
-    standard deviation, in float32; see `ImagePreparation`. Everything else is as in `H5DataModule`, whose arguments
+    standard deviation, in float32; see `ImagePreparation`. (Images stored as floats are rounded by Lightning before
+    they are normalised if the Trainer runs in half precision.) Everything else is as in `H5DataModule`, whose arguments
     apply here too.
 
     Example:
@@ -135,7 +136,8 @@ class H5ImageDataModule(H5DataModule):
         self._std = std
         self._channels_last = channels_last
         self._num_classes = num_classes
-        self._preparation: ImagePreparation | None = None
+        self._preparations: dict[Split, ImagePreparation] = {}
+        self._mean_and_std: dict[str, tuple[float, ...] | None] | None = None
 
     # What is known of the images -------------------------------------------------------------------------
 
@@ -169,12 +171,12 @@ class H5ImageDataModule(H5DataModule):
     @property
     def mean(self) -> tuple[float, ...] | None:
         """Per channel mean that images are normalised with, None for none. Known after `setup`."""
-        return None if self._preparation is None else self._preparation.mean
+        return None if self._mean_and_std is None else self._mean_and_std["mean"]
 
     @property
     def std(self) -> tuple[float, ...] | None:
         """Per channel standard deviation that images are normalised with, None for none. Known after `setup`."""
-        return None if self._preparation is None else self._preparation.std
+        return None if self._mean_and_std is None else self._mean_and_std["std"]
 
     def _layout_of(self, field: str) -> H5DatasetLayout | None:
         """Layout of a field in the first file there is."""
@@ -204,10 +206,11 @@ class H5ImageDataModule(H5DataModule):
             ValueError: The splits do not fit together.
         """
         super().setup(stage)
-        for source, indices in self._splits.opened():
+        for source, indices in self._splits.opened().values():
             self._check_labels(source, indices)
-        if self._preparation is None:
-            self._preparation = self._make_preparation()
+        for split, (source, _) in self._splits.opened().items():
+            if split not in self._preparations:
+                self._preparations[split] = self._make_preparation(split, source)
 
     def _check_labels(self, source: H5Source, indices: npt.NDArray[np.int64] | None) -> None:
         """Refuse a class number that no output of a model stands for."""
@@ -224,45 +227,52 @@ class H5ImageDataModule(H5DataModule):
                 f"wrong). Correct the labels or num_classes."
             )
 
-    def _make_preparation(self) -> ImagePreparation:
-        layout = self._layout_of("image")
-        assert layout is not None
-        attributes = layout.attributes
-        order = _image_layout(layout, self._image_layout)
-        preparation = ImagePreparation(
-            layout=order,
-            scale=float(attributes["scale"]) if "scale" in attributes else None,
-            offset=float(attributes.get("offset", 0.0)),
+    def _make_preparation(self, split: Split, source: H5Source) -> ImagePreparation:
+        """How the images of one split are prepared: its own axes and scale, the normalisation of the training."""
+        layout = _common_layout(source)
+        return ImagePreparation(
+            layout=_image_layout(layout, self._image_layout),
+            scale=float(layout.attributes["scale"]) if "scale" in layout.attributes else None,
+            offset=float(layout.attributes.get("offset", 0.0)),
             dtype=self._precision(),
             channels_last=self._channels_last,
+            mean=self._normalisation()["mean"],
+            std=self._normalisation()["std"],
         )
-        given = {"mean": self._mean, "std": self._std}
+
+    def _normalisation(self) -> dict[str, tuple[float, ...] | None]:
+        """Mean and standard deviation: given, of the training file, or computed; found once."""
+        if self._mean_and_std is not None:
+            return self._mean_and_std
+        layout = self._layout_of("image")
+        assert layout is not None
         computed = None
-        for name, value in given.items():
+        values: dict[str, tuple[float, ...] | None] = {}
+        for name, value in (("mean", self._mean), ("std", self._std)):
             if value is None or value == "auto":
-                stored = attributes.get(name)
+                stored = layout.attributes.get(name)
                 if stored is None and value == "auto":
-                    computed = computed if computed is not None else self._statistics_on_all_ranks(preparation)
+                    computed = computed if computed is not None else self._statistics_on_all_ranks()
                     stored = computed[name]
                 value = stored
-            channels = self.image_shape[0]
-            setattr(preparation, name, None if value is None else _per_channel(name, value, channels))
-        if preparation.std is not None and min(preparation.std) <= 0:
-            raise ValueError(f"std is {preparation.std}; expected numbers above 0.")
-        return preparation
+            values[name] = None if value is None else _per_channel(name, value, self.image_shape[0])
+        if values["std"] is not None and min(values["std"]) <= 0:
+            raise ValueError(f"std is {values['std']}; expected numbers above 0.")
+        self._mean_and_std = values
+        return values
 
     def _precision(self) -> torch.dtype:
         """Type of the images for the Trainer's precision; autocast works from float32."""
         precision = "32" if self.trainer is None else str(self.trainer.precision)
         return next((dtype for name, dtype in _TRUE_PRECISIONS.items() if precision.startswith(name)), torch.float32)
 
-    def _statistics_on_all_ranks(self, preparation: ImagePreparation) -> dict[str, Any]:
+    def _statistics_on_all_ranks(self) -> dict[str, Any]:
         """Compute on rank 0, give to all; an error there is an error everywhere, not a hang."""
         trainer = self.trainer
         result: dict[str, Any] = {}
         if trainer is None or trainer.is_global_zero:
             try:
-                result = self._statistics(preparation)
+                result = self._statistics()
             except LayoutError as error:
                 result = {"error": str(error)}
         if trainer is not None and trainer.world_size > 1:
@@ -271,17 +281,19 @@ class H5ImageDataModule(H5DataModule):
             raise LayoutError(result["error"])
         return result
 
-    def _statistics(self, preparation: ImagePreparation) -> dict[str, Any]:
+    def _statistics(self) -> dict[str, Any]:
         """Mean and standard deviation of the scaled training images."""
         found = self._splits.get("train")
         if found is None:
             raise ValueError("mean or std is 'auto', which is computed over the training data, but train= is missing.")
         source, indices = found
-        axis = {"NCHW": 0, "NHWC": 2, "NHW": None}[preparation.layout]
+        layout = _common_layout(source)
+        axis = {"NCHW": 0, "NHWC": 2, "NHW": None}[_image_layout(layout, self._image_layout)]
         mean, std = channel_statistics(source, "image", axis, indices)
         dtype = source.specs["image"].dtype
-        if preparation.scale is not None:
-            mean, std = mean * preparation.scale + preparation.offset, std * abs(preparation.scale)
+        if "scale" in layout.attributes:
+            scale, offset = float(layout.attributes["scale"]), float(layout.attributes.get("offset", 0.0))
+            mean, std = mean * scale + offset, std * abs(scale)
         elif not dtype.is_floating_point:
             full = {torch.uint8: 255.0, torch.uint16: 65535.0}.get(dtype, 1.0)
             mean, std = mean / full, std / full
@@ -296,15 +308,16 @@ class H5ImageDataModule(H5DataModule):
 
     def _prepare(self, batch: Any) -> Any:
         """Images to floating point, labels to what a loss expects."""
-        if self._preparation is None:
+        prepare = self._preparations.get(self._running_split())
+        if prepare is None:
             raise RuntimeError("a batch arrived before setup() was called; call setup() or use a Trainer.")
-        self._preparation.dtype = self._precision()
+        prepare.dtype = self._precision()
         if isinstance(batch, torch.Tensor):
-            return self._preparation(batch)
+            return prepare(batch)
         if isinstance(batch, Mapping):
-            ready = dict(batch, image=self._preparation(batch["image"]))
+            ready = dict(batch, image=prepare(batch["image"]))
             return ready | ({"label": self._label(batch["label"])} if "label" in batch else {})
-        return self._preparation(batch[0]), self._label(batch[1])
+        return prepare(batch[0]), self._label(batch[1])
 
     def _label(self, label: Any) -> Any:
         if not isinstance(label, torch.Tensor):
@@ -345,6 +358,20 @@ def _role_keys(image_key: str | None, label_key: str | None, extra_keys: Sequenc
         **({"label": label_key} if label_key else {}),
         **{key: key for key in extra_keys},
     }
+
+
+def _common_layout(source: H5Source) -> H5DatasetLayout:
+    """Layout of the images, after making sure that all files of a split mean the same by their numbers."""
+    first, *others = source.fields["image"]
+    for other in others:
+        for name in ("layout", "scale", "offset"):
+            here, there = (np.asarray(one.attributes.get(name)).tolist() for one in (first, other))
+            if here != there:
+                raise LayoutError(
+                    f"{other.path}: images {other.key!r} have the attribute {name} = {there!r}, but {first.path} has "
+                    f"{here!r}. Files used as one dataset must agree; pack them alike."
+                )
+    return first
 
 
 def _image_layout(layout: H5DatasetLayout, wanted: str) -> ImageLayout:

@@ -50,6 +50,13 @@ class FileStamp:
     mtime_ns: int
     inode: int
 
+    def has_shrunk(self) -> bool:
+        """Whether the file is gone or shorter now: HDF5 reads what is missing as zeros, without an error."""
+        try:
+            return os.stat(self.path).st_size < self.size_bytes
+        except FileNotFoundError:
+            return True
+
     @classmethod
     def of(cls, path: StrPath) -> FileStamp:
         """Stamp a file as it is now.
@@ -106,7 +113,8 @@ def open_file(path: StrPath) -> Iterator[Any]:
     if os.path.isdir(name):
         raise LayoutError(f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5")
     try:
-        h5_file = h5py.File(name, "r", locking="best-effort")
+        # Readers here take whole chunks and keep them themselves: HDF5's own cache would hold each a second time.
+        h5_file = h5py.File(name, "r", locking="best-effort", rdcc_nbytes=0)
     except OSError as error:
         if isinstance(error, PermissionError):
             raise
@@ -124,7 +132,8 @@ def _explain(name: str, error: OSError) -> str:
     if "truncated" in text:
         return (
             f"{name}: truncated: it has {size} bytes and its header announces more ({text}). "
-            f"The copy or the program that wrote it was cut short; copy or pack it again."
+            f"The copy or the program that wrote it was cut short (or it is one part of a family of files, which is "
+            f"not supported); copy or pack it again."
         )
     if error.errno in (errno.EAGAIN, errno.EACCES) or "already open for write" in text:
         return (
@@ -191,8 +200,9 @@ def open_h5_dataset(h5_file: Any, key: str) -> Any:
             ) from error
         raise LayoutError(f"{h5_file.filename}: no dataset {key!r}. It has: {_describe_keys(h5_file)}.") from error
     if not isinstance(item, h5py.Dataset):
+        kind = "group" if isinstance(item, h5py.Group) else "named type"
         raise LayoutError(
-            f"{h5_file.filename}: {key!r} is a group, not a dataset. The file has: {_describe_keys(h5_file)}."
+            f"{h5_file.filename}: {key!r} is a {kind}, not a dataset. The file has: {_describe_keys(h5_file)}."
         )
     return item
 
@@ -223,6 +233,15 @@ def type_name(h5_dataset: Any) -> str:
         return "unknown type"
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute is numbers or text: references, compounds and the like neither pickle nor matter."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        return all(isinstance(element, str | bytes) for element in value.flat)
+    return isinstance(value, str | bytes) or (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU"
+    )
+
+
 def pick_attributes(item: Any, most_elements: int = 4096) -> dict[str, Any]:
     """Small attributes of a dataset or file as numpy arrays, strings and numbers.
 
@@ -238,6 +257,6 @@ def pick_attributes(item: Any, most_elements: int = 4096) -> dict[str, Any]:
         # An attribute of an exotic type must not make the data unreadable.
         with contextlib.suppress(OSError, TypeError, KeyError, ValueError):
             value = item.attrs[name]
-            if np.size(value) <= most_elements and not isinstance(value, h5py.Empty | h5py.Reference):
+            if np.size(value) <= most_elements and _is_plain(value):
                 picked[name] = value
     return picked

@@ -13,13 +13,14 @@ At most `num_slots` batches exist beside the one the consumer works on.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 from lightning_gpufeed.device.threads import SingleThreadStart
 
@@ -79,7 +80,8 @@ def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int, start: Si
         for number in range(num_items):
             with ring.changed:
                 # The slot for the batch in the making is taken before it is made.
-                ring.changed.wait_for(lambda: ring.is_stopping or len(ring.ready) < ring.num_slots)
+                while not (ring.is_stopping or len(ring.ready) < ring.num_slots):
+                    ring.changed.wait(timeout=1.0)
                 if ring.is_stopping:
                     return
             begin = time.perf_counter()
@@ -99,22 +101,33 @@ def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int, start: Si
             ring.changed.notify_all()
 
 
-def _stop(ring: _Ring[T], thread: threading.Thread) -> None:
-    """End the thread and wait for it."""
-    with ring.changed:
-        ring.is_stopping = True
-        ring.ready.clear()
+def _signal(ring: _Ring[T]) -> None:
+    """Tell the thread to end, without waiting: this may run inside the garbage collector, which may hold a lock."""
+    ring.is_stopping = True
+    ring.ready.clear()
+    # A thread that waits looks again within a second even if this is not the moment to take its lock.
+    if ring.changed.acquire(blocking=False):
         ring.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join()
+        ring.changed.release()
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, _Ring[Any]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End the threads before the interpreter takes away what they stand on."""
+    for thread, ring in list(_running.items()):
+        _signal(ring)
+        thread.join(timeout=10)
 
 
 class Feed(Generic[T]):
     """Iterates over `produce(0)`, `produce(1)` ... made ahead of time by one thread.
 
-    Dropping the last reference, `close`, the end of the iteration and the end of the interpreter all end the
-    thread. An exception in `produce` is raised by `next` with its own type and text, after the batches that
-    were made before it.
+    `close`, the end of the iteration, dropping the last reference and the end of the interpreter all end the thread;
+    dropping does not wait for it. An exception in `produce` is raised by `next` with its own type and text, after the
+    batches that were made before it.
 
     Example:
         >>> list(Feed(lambda number: number * number, num_items=4))
@@ -140,7 +153,9 @@ class Feed(Generic[T]):
         thread = threading.Thread(target=_fill, args=arguments, name="gpufeed-reader", daemon=True)
         self.statistics = FeedStatistics()
         self._begin: float | None = None
-        self._close = weakref.finalize(self, _stop, self._ring, thread)
+        self._thread = thread
+        weakref.finalize(self, _signal, self._ring).atexit = False
+        _running[thread] = self._ring
         thread.start()
         start.in_starter()
 
@@ -163,11 +178,12 @@ class Feed(Generic[T]):
             self._begin = begin
         with ring.changed:
             ring.changed.wait_for(lambda: ring.ready or ring.is_exhausted or ring.is_stopping)
-            item = ring.ready.popleft() if ring.ready else None
+            has_item = bool(ring.ready)
+            item = ring.ready.popleft() if has_item else None
             produced = ring.produce_seconds
             ring.changed.notify_all()
         end = time.perf_counter()
-        if item is None:
+        if not has_item:
             error, ring.error = ring.error, None
             self.close()
             if error is not None:
@@ -180,7 +196,7 @@ class Feed(Generic[T]):
             elapsed_seconds=end - self._begin,
             produce_seconds=produced,
         )
-        return item
+        return cast("T", item)
 
     def is_ready(self) -> bool:
         """Whether `next` would return, or raise, without waiting. Costs no lock; never blocks."""
@@ -188,4 +204,9 @@ class Feed(Generic[T]):
 
     def close(self) -> None:
         """End the thread and wait for it; the items not handed out are dropped. Closing twice is allowed."""
-        self._close()
+        with self._ring.changed:
+            self._ring.is_stopping = True
+            self._ring.ready.clear()
+            self._ring.changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()

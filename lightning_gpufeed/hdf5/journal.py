@@ -1,4 +1,4 @@
-"""The unfinished output of `pack`: its structure, the rows in it, the journal to go on from, and the lock.
+"""The unfinished output of `pack`: where it lies, the journal to go on from, and the lock.
 
 ::
 
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
+import shutil
 import warnings
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,31 +26,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import h5py
-import numpy as np
-import numpy.typing as npt
-
 from lightning_gpufeed.errors import PackError
+from lightning_gpufeed.hdf5.packed_file import FieldPlan, restore_structure, structure_fingerprint
 
-__all__ = [
-    "FieldPlan",
-    "Journal",
-    "OutputLock",
-    "OutputPaths",
-    "Stage",
-    "as_bytes",
-    "chunk_offsets",
-    "create_structure",
-    "open_for_writing",
-    "restore_structure",
-    "structure_fingerprint",
-    "sync_folder",
-    "write_rows",
-]
-
-# Larger objects begin at multiples of a page, as direct I/O needs; smaller ones are not worth the padding.
-_ALIGNMENT_THRESHOLD = 64 * 1024
-_ALIGNMENT_INTERVAL = 4096
+__all__ = ["Journal", "OutputLock", "OutputPaths", "Stage", "check_space", "sync_folder"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +120,21 @@ class Journal:
             return "; ".join(changed)
         return None if self.source == source else "the source has changed"
 
+    def misfit(self, partial: Path, plans: Sequence[FieldPlan], num_samples: int) -> str | None:
+        """Why the file at `partial` is not the one told of here, or None; a torn structure is put back."""
+        if not partial.exists():
+            return "it is missing"
+        if self.stage is Stage.FINISHED:
+            return None if partial.stat().st_size == self.file_bytes else "its size has changed"
+        if self.stage is Stage.FINISHING:
+            is_restored = restore_structure(partial, plans, num_samples, self.structure)
+            return None if is_restored else "it was written by another version of HDF5"
+        try:
+            is_same = structure_fingerprint(partial, plans) == self.structure
+        except (OSError, KeyError):  # no HDF5 file, or other datasets
+            is_same = False
+        return None if is_same else "it has been changed"
+
 
 class OutputLock:
     """One writer per output, from `with` to its end; the kernel lets go if the process is killed.
@@ -197,163 +190,23 @@ class OutputLock:
         self._descriptor = -1
 
 
-@dataclass(frozen=True)
-class FieldPlan:
-    """One dataset of the output.
-
-    Attributes:
-        key: Its path in the file.
-        sample_shape: Shape of one row.
-        dtype: NumPy type.
-        rows_per_chunk: Rows in each chunk.
-    """
-
-    key: str
-    sample_shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    rows_per_chunk: int
-
-    @property
-    def sample_bytes(self) -> int:
-        """Size of one row in bytes."""
-        return int(np.prod(self.sample_shape, dtype=np.int64)) * self.dtype.itemsize
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of one chunk in bytes."""
-        return self.rows_per_chunk * self.sample_bytes
-
-    def num_chunks(self, num_rows: int) -> int:
-        """Number of chunks for so many rows; the last may be partly used."""
-        return -(-num_rows // self.rows_per_chunk)
-
-
-def open_for_writing(path: Path, mode: str) -> h5py.File:
-    """Open with h5py, `"w"` or `"r+"`, in the format of HDF5 1.8, which holds attributes above 64 KiB."""
-    return h5py.File(
-        path,
-        mode,
-        libver=("v108", "latest"),
-        # OutputLock keeps others away; HDF5's own lock fails on some network file systems.
-        locking=False,
-        alignment_threshold=_ALIGNMENT_THRESHOLD,
-        alignment_interval=_ALIGNMENT_INTERVAL,
-    )
-
-
-def create_structure(path: Path, plans: Sequence[FieldPlan], num_samples: int) -> None:
-    """Create or replace a file with all its chunks in place but no rows: it is sparse."""
-    with open_for_writing(path, "w") as file:
-        for plan in plans:
-            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            # Early: each chunk gets its place now. Never filled: zeros would be written twice over.
-            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            shape = (num_samples, *plan.sample_shape)
-            chunks = (plan.rows_per_chunk, *plan.sample_shape)
-            file.create_dataset(
-                plan.key, shape, plan.dtype, chunks=chunks, maxshape=shape, fill_time="never", dcpl=creation
-            )
-
-
-def chunk_offsets(path: Path, plans: Sequence[FieldPlan]) -> dict[str, npt.NDArray[np.int64]]:
-    """Where the chunks lie: key to int64 `(num_chunks,)`, bytes from the start of the file."""
-    with h5py.File(path, "r", locking=False) as file:
-        return {plan.key: _offsets(file[plan.key], plan) for plan in plans}
-
-
-def _offsets(dataset: h5py.Dataset, plan: FieldPlan) -> npt.NDArray[np.int64]:
-    """Byte offset of each chunk of one dataset."""
-    offsets = np.full(plan.num_chunks(dataset.shape[0]), -1, np.int64)
-
-    def note(chunk: Any) -> None:
-        offsets[chunk.chunk_offset[0] // plan.rows_per_chunk] = chunk.byte_offset
-
-    dataset.id.chunk_iter(note)
-    return offsets
-
-
-def structure_fingerprint(path: Path, plans: Sequence[FieldPlan]) -> str:
-    """Size of a file from `create_structure` and a digest of where its chunks lie."""
-    digest = hashlib.sha256()
-    for plan, offsets in zip(plans, chunk_offsets(path, plans).values(), strict=True):
-        digest.update(f"{plan}".encode())
-        digest.update(offsets.tobytes())
-    return f"{path.stat().st_size}:{digest.hexdigest()}"
-
-
-def restore_structure(path: Path, plans: Sequence[FieldPlan], num_samples: int, fingerprint: str) -> bool:
-    """Put HDF5's bookkeeping back to what `create_structure` wrote, and leave the rows as they are.
+def check_space(paths: OutputPaths, needed_bytes: int) -> None:
+    """Refuse what cannot fit, before hours of work.
 
     Args:
-        path: The file, possibly torn.
-        plans: Its datasets.
-        num_samples: Rows in each at creation.
-        fingerprint: Of the file at creation.
+        paths: The output; what is there of it counts.
+        needed_bytes: Size of the complete file.
 
-    Returns:
-        False if this HDF5 would lay the chunks out in another way; nothing was changed then.
+    Raises:
+        PackError: The file system has less room.
     """
-    fresh = path.with_name(f"{path.name}.fresh")
-    try:
-        create_structure(fresh, plans, num_samples)
-        if structure_fingerprint(fresh, plans) != fingerprint:
-            return False
-        extents = sorted(
-            (int(offset), int(offset) + plan.chunk_bytes)
-            for plan, offsets in zip(plans, chunk_offsets(fresh, plans).values(), strict=True)
-            for offset in offsets
+    present = paths.partial.stat().st_blocks * 512 if paths.partial.exists() else 0
+    needed, free = needed_bytes - present, shutil.disk_usage(paths.final.parent).free
+    if needed > free:
+        raise PackError(
+            f"{paths.final} needs {needed:,} bytes more, but the file system has {free:,} free; "
+            "make room or choose another place"
         )
-        size, end = fresh.stat().st_size, 0
-        with fresh.open("rb") as source, path.open("r+b") as target:
-            for start, next_end in [*extents, (size, size)]:
-                if start > end:  # what lies between two chunks is HDF5's
-                    os.pwrite(target.fileno(), os.pread(source.fileno(), start - end, end), end)
-                end = next_end
-            target.truncate(size)
-            os.fsync(target.fileno())
-    finally:
-        fresh.unlink(missing_ok=True)
-    return True
-
-
-def write_rows(
-    descriptor: int,
-    values: npt.NDArray[Any],
-    plan: FieldPlan,
-    first_row: int,
-    offsets: npt.NDArray[np.int64],
-    crc32: list[int],
-) -> None:
-    """Write rows to their places in the chunks, and carry the checksums on.
-
-    Args:
-        descriptor: The file, open for writing.
-        values: C-contiguous `(num_rows, *sample_shape)` of the stored type.
-        plan: Their dataset.
-        first_row: Place of the first one in the dataset.
-        offsets: int64 `(num_chunks,)`, see `chunk_offsets`.
-        crc32: One checksum per chunk begun; changed in place.
-    """
-    content = as_bytes(values)
-    row, end = first_row, first_row + len(values)
-    while row < end:
-        chunk, row_in_chunk = divmod(row, plan.rows_per_chunk)
-        next_row = min(end, (chunk + 1) * plan.rows_per_chunk)
-        part = content[(row - first_row) * plan.sample_bytes : (next_row - first_row) * plan.sample_bytes]
-        if row_in_chunk == 0:
-            crc32.append(0)
-        crc32[chunk] = zlib.crc32(part, crc32[chunk])
-        place = int(offsets[chunk]) + row_in_chunk * plan.sample_bytes
-        while part:
-            num_written = os.pwrite(descriptor, part, place)
-            part, place = part[num_written:], place + num_written
-        row = next_row
-
-
-def as_bytes(values: npt.NDArray[Any]) -> memoryview:
-    """The bytes of an array in row order, without a copy when it is contiguous."""
-    flat: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return memoryview(flat)
 
 
 def sync_folder(folder: Path) -> None:

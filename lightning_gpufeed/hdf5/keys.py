@@ -196,8 +196,8 @@ def _by_word(arrays: Iterable[ArrayInfo], words: tuple[str, ...]) -> ArrayInfo |
     arrays = list(arrays)
     for word in words:
         hits = [array for array in arrays if word in array.words]
-        if len(hits) == 1:
-            return hits[0]
+        if hits:
+            return hits[0] if len(hits) == 1 else None
     return None
 
 

@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5 import linked
 from lightning_gpufeed.hdf5.access import (
     FileStamp,
     StrPath,
@@ -36,6 +35,7 @@ from lightning_gpufeed.hdf5.access import (
     open_h5_dataset,
     pick_attributes,
 )
+from lightning_gpufeed.hdf5.linked import find_dependencies
 
 __all__ = ["Engine", "H5DatasetLayout", "Storage", "read_layout"]
 
@@ -74,6 +74,7 @@ class H5DatasetLayout:
             (-1 where no chunk was written), or a single one for contiguous storage. None where there are none.
         storage_path: The file that holds the bytes; differs from `path` behind an external link.
         stamps: Size, modification time and inode of every file the dataset depends on.
+        directory: The directory that must be the current one while reading, None if it does not matter.
         engine: The engine picked.
         engine_reason: Why, as a sentence fragment.
         attributes: Small HDF5 attributes of the dataset (arrays and scalars up to 4096 elements).
@@ -90,6 +91,7 @@ class H5DatasetLayout:
     block_offsets: npt.NDArray[np.int64] | None
     storage_path: str
     stamps: tuple[FileStamp, ...]
+    directory: str | None
     engine: Engine
     engine_reason: str
     attributes: dict[str, Any]
@@ -187,6 +189,7 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
             f"Install the plug-ins with: pip install 'lightning_gpufeed[filters]'"
         )
     dtype = h5_dataset.dtype.newbyteorder("=") if h5_dataset.dtype.kind in "biufc" else np.dtype(object)
+    needs = find_dependencies(path, h5_dataset)
     storage_path = os.path.abspath(h5_dataset.file.filename)
     chunk_shape = h5_dataset.chunks
     offsets, odd = _block_offsets(h5_dataset, storage)
@@ -210,7 +213,8 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
         fill_value=_fill_value(h5_dataset, dtype),
         block_offsets=offsets,
         storage_path=storage_path,
-        stamps=linked.stamps(path, h5_dataset),
+        stamps=tuple(needs.stamps.values()),
+        directory=needs.directory,
         engine=engine,
         engine_reason=reason,
         attributes=pick_attributes(h5_dataset),
@@ -218,16 +222,26 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
 
 
 def _refuse_type(path: str, key: str, h5_dataset: Any) -> None:
-    """Refuse element types that no tensor and no list of strings can hold."""
+    """Refuse element types that neither a tensor nor a list of strings or tensors can hold exactly."""
     try:
-        name = str(h5_dataset.dtype) if h5_dataset.dtype.kind == "V" else ""
+        dtype = h5_dataset.dtype
+        base = h5py.check_vlen_dtype(dtype)
+        is_text = h5py.check_string_dtype(dtype) is not None
+        is_good = is_text or _is_number(dtype) or (base is not None and _is_number(base) and base.isnative)
+        name = f"variable-length {base}" if base is not None else str(dtype)
     except TypeError as error:
-        name = f"({error})"
-    if name:
+        is_good, name = False, f"({error})"
+    if not is_good:
         raise LayoutError(
-            f"{path}: dataset {key!r} has the compound, opaque or unknown type {name}; expected numbers or strings. "
-            f"Copy the member you need into a dataset of its own."
+            f"{path}: dataset {key!r} has the element type {name}; expected integers, floats up to 64 bits, complex "
+            f"numbers, booleans, strings, or variable-length arrays of native numbers. Copy what you need of it into a "
+            f"dataset of such a type."
         )
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has this type, in one byte order or the other."""
+    return dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.str[1:] in ("c8", "c16")
 
 
 def _storage(h5_dataset: Any, dcpl: Any) -> Storage:

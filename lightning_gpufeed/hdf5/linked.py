@@ -1,80 +1,133 @@
 """Finds the other files that a dataset depends on, and refuses when one is gone.
 
-HDF5 fills in for what it cannot find: a virtual dataset whose source file moved, or a short external file,
-reads as fill values without an error. A model would train on black images.
+HDF5 fills in for what it cannot find: a virtual dataset whose source moved, or a short external file, reads as fill
+values without an error. A model would train on black images.
+
+Source: search order of virtual sources as HDF5 2.0 does it: beside the virtual file (links resolved), then as named.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
 
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.access import FileStamp
+from lightning_gpufeed.hdf5.access import FileStamp, open_file
 
-__all__ = ["stamps"]
+__all__ = ["Dependencies", "find_dependencies"]
 
 
-def stamps(path: str, h5_dataset: Any) -> tuple[FileStamp, ...]:
-    """Stamp every file that the dataset's bytes come from, the named one first.
+@dataclass
+class Dependencies:
+    """What a dataset needs beside its own header.
+
+    Attributes:
+        stamps: Absolute path -> stamp of each file, the one the user named first.
+        directory: The current directory, if a file is found only relative to it; None otherwise.
+    """
+
+    stamps: dict[str, FileStamp] = field(default_factory=dict)
+    directory: str | None = None
+
+    def add(self, path: str) -> None:
+        """Note a file.
+
+        Args:
+            path: Any path of it.
+        """
+        absolute = os.path.abspath(path)
+        if absolute not in self.stamps:
+            self.stamps[absolute] = FileStamp.of(absolute)
+
+
+def find_dependencies(path: str, h5_dataset: Any) -> Dependencies:
+    """Find every file that the dataset's bytes come from.
 
     Args:
         path: The file the user named.
         h5_dataset: The open dataset.
 
     Returns:
-        One stamp per file.
+        The files, stamped.
 
     Raises:
-        LayoutError: A virtual source (file or dataset inside it) or an external raw file is missing or too short.
+        LayoutError: A virtual source (file or dataset inside it) or an external raw file is missing, unreadable or
+            too short, or virtual datasets point at each other in a circle.
     """
-    found = {path: FileStamp.of(path)}
-    _follow(h5_dataset, found, depth=0)
-    return tuple(found.values())
+    found = Dependencies()
+    found.add(path)
+    _follow(h5_dataset, found, above=())
+    return found
 
 
-def _follow(h5_dataset: Any, found: dict[str, FileStamp], depth: int) -> None:
+def _follow(h5_dataset: Any, found: Dependencies, above: tuple[tuple[str, str], ...]) -> None:
     """Add the files below one dataset."""
-    if depth > 16:
-        raise LayoutError(f"{h5_dataset.file.filename}: virtual datasets point at each other in a circle.")
     own = os.path.abspath(h5_dataset.file.filename)
-    found.setdefault(own, FileStamp.of(own))
+    here = (os.path.realpath(own), h5_dataset.name)
+    if here in above:
+        raise LayoutError(
+            f"{above[0][0]}: the virtual dataset {above[0][1]!r} takes samples from itself, through "
+            f"{own} {h5_dataset.name!r}. Build it again without the circle."
+        )
+    found.add(own)
     if h5_dataset.is_virtual:
         for source in h5_dataset.virtual_sources():
-            _follow_virtual(h5_dataset, own, source, found, depth)
+            _follow_virtual(h5_dataset, own, source, found, (*above, here))
     dcpl = h5_dataset.id.get_create_plist()
     for index in range(dcpl.get_external_count()):
         name, offset, size = dcpl.get_external(index)
         _check_external(h5_dataset, os.fsdecode(name), offset, size, found)
 
 
-def _follow_virtual(h5_dataset: Any, own: str, source: Any, found: dict[str, FileStamp], depth: int) -> None:
+def _follow_virtual(
+    h5_dataset: Any, own: str, source: Any, found: Dependencies, above: tuple[tuple[str, str], ...]
+) -> None:
     """Check one source of a virtual dataset, and what that one depends on in turn."""
     if re.search(r"(?<!%)%\d*b", source.file_name + source.dset_name):
         # A numbered family of sources may grow; which members exist is the writer's business.
         return
     if source.file_name == ".":
-        if source.dset_name.lstrip("/") not in h5_dataset.file:
-            raise LayoutError(_gone(h5_dataset, f"dataset {source.dset_name!r} in the same file"))
-        _follow(h5_dataset.file[source.dset_name], found, depth + 1)
+        _follow_source(h5_dataset, h5_dataset.file, "the same file", source.dset_name, found, above)
         return
-    candidates = [source.file_name, os.path.join(os.path.dirname(own), source.file_name)]
-    if os.path.isabs(source.file_name):
-        candidates.append(os.path.join(os.path.dirname(own), os.path.basename(source.file_name)))
-    target = next((name for name in candidates if os.path.isfile(name)), None)
+    target = _locate(own, source.file_name, found)
     if target is None:
-        raise LayoutError(_gone(h5_dataset, f"file {source.file_name!r}"))
-    target = os.path.abspath(target)
-    if target in found and target != own:
-        return
-    found[target] = FileStamp.of(target)
-    with h5py.File(target, "r", locking="best-effort") as source_file:
-        if source.dset_name not in source_file:
-            raise LayoutError(_gone(h5_dataset, f"dataset {source.dset_name!r} in {target!r}"))
-        _follow(source_file[source.dset_name], found, depth + 1)
+        raise LayoutError(_gone(h5_dataset, f"the file {source.file_name!r}"))
+    try:
+        with open_file(target) as source_file:
+            _follow_source(h5_dataset, source_file, repr(target), source.dset_name, found, above)
+    except FileNotFoundError as error:
+        raise LayoutError(_gone(h5_dataset, f"the file {target!r}")) from error
+
+
+def _locate(own: str, name: str, found: Dependencies) -> str | None:
+    """Where HDF5 finds a source file, None where it does not."""
+    folder = os.path.dirname(os.path.realpath(own))
+    beside = os.path.join(folder, os.path.basename(name) if os.path.isabs(name) else name)
+    for candidate in (name, beside) if os.path.isabs(name) else (beside, name):
+        if os.path.isfile(candidate):
+            if not os.path.isabs(candidate):
+                found.directory = os.getcwd()
+            return candidate
+    return None
+
+
+def _follow_source(
+    h5_dataset: Any,
+    source_file: Any,
+    where: str,
+    key: str,
+    found: Dependencies,
+    above: tuple[tuple[str, str], ...],
+) -> None:
+    """Go on with a dataset in an open source file."""
+    item = source_file.get(key)
+    if not isinstance(item, h5py.Dataset):
+        raise LayoutError(_gone(h5_dataset, f"the dataset {key!r} in {where}"))
+    _follow(item, found, above)
 
 
 def _gone(h5_dataset: Any, what: str) -> str:
@@ -84,7 +137,7 @@ def _gone(h5_dataset: Any, what: str) -> str:
     )
 
 
-def _check_external(h5_dataset: Any, name: str, offset: int, size: int, found: dict[str, FileStamp]) -> None:
+def _check_external(h5_dataset: Any, name: str, offset: int, size: int, found: Dependencies) -> None:
     """Check that an external raw file is there and long enough."""
     owner = h5_dataset.file.filename
     if not os.path.isfile(name):
@@ -92,11 +145,13 @@ def _check_external(h5_dataset: Any, name: str, offset: int, size: int, found: d
             f"{owner}: dataset {h5_dataset.name!r} keeps its bytes in the external file {name!r}, which is not there "
             f"(a relative name counts from {os.getcwd()}). Put it back, or start from the right directory."
         )
-    stamp = FileStamp.of(name)
-    wanted = offset + (h5_dataset.nbytes if size == h5py.h5s.UNLIMITED or size < 0 else size)
-    if stamp.size_bytes < min(wanted, offset + h5_dataset.nbytes):
+    if not os.path.isabs(name):
+        found.directory = os.getcwd()
+    needed = offset + min(h5_dataset.nbytes, h5_dataset.nbytes if size in (h5py.h5s.UNLIMITED, -1) else size)
+    actual = os.path.getsize(name)
+    if actual < needed:
         raise LayoutError(
-            f"{owner}: dataset {h5_dataset.name!r} needs {wanted} bytes of the external file {name!r}, which has "
-            f"{stamp.size_bytes}; HDF5 would return fill values for the rest. Copy the external file again."
+            f"{owner}: dataset {h5_dataset.name!r} needs {needed} bytes of the external file {name!r}, which has "
+            f"{actual}; HDF5 would return fill values for the rest. Copy the external file again."
         )
-    found[stamp.path] = stamp
+    found.add(name)

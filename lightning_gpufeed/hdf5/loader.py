@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
@@ -71,7 +72,7 @@ class H5Loader:
             batch_size: Samples per batch on this rank.
             keys: Datasets to use: names, or field name -> key. None takes all of them.
             shuffle: "full", "window", "window:N" or None; see `lightning_gpufeed.hdf5.order`.
-            seed: Decides every order.
+            seed: Decides every order, 0 to 2**32 - 1.
             rank: This process, 0 to `world_size` - 1.
             world_size: Processes that share each epoch.
             drop_last: Leave out the samples that do not fill a step on every rank.
@@ -106,8 +107,8 @@ class H5Loader:
             raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1} for world_size {world_size}.")
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; expected 0 or more.")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed is {seed}; expected 0 to {2**32 - 1}.")
         if EpochPlan(self.num_samples, batch_size, world_size, drop_last).step_samples > self.num_samples:
             warnings.warn(
                 f"batch_size {batch_size} on {world_size} rank(s) is more than the dataset has "
@@ -131,9 +132,9 @@ class H5Loader:
         return self.position.steps_done + self._plan(self.position.samples_consumed).num_steps
 
     @property
-    def num_steps_per_epoch(self) -> int:
-        """Batches of this rank in an epoch that is not resumed."""
-        return self._plan(0).num_steps
+    def step_samples(self) -> int:
+        """Samples that all ranks together take in a full step."""
+        return self.batch_size * self.world_size
 
     def _plan(self, start: int) -> EpochPlan:
         return EpochPlan(
@@ -182,14 +183,20 @@ class H5Loader:
         """
         return {
             "version": _STATE_VERSION,
-            "digest": self.source.digest(),
+            "digest": self._digest(),
             "num_samples": self.num_samples,
             "seed": self.seed,
             "shuffle": str(self.shuffle),
+            "step_samples": self.step_samples,
             "epoch": self.position.epoch,
             "samples_consumed": self.position.samples_consumed,
             "steps_done": self.position.steps_done,
         }
+
+    def _digest(self) -> str:
+        """Which samples are meant: the source's digest, and the choice among them."""
+        chosen = b"" if self._indices is None else self._indices.tobytes()
+        return f"{self.source.digest()}{zlib.crc32(chosen):08x}"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved position at the next iteration.
@@ -208,13 +215,15 @@ class H5Loader:
                 f"the loader state has version {state_dict.get('version')!r}; expected {_STATE_VERSION}. "
                 f"Was it saved by another loader?"
             )
-        if (state_dict["digest"], state_dict["num_samples"]) != (self.source.digest(), self.num_samples):
+        if (state_dict["digest"], state_dict["num_samples"]) != (self._digest(), self.num_samples):
             raise FeedError(
                 f"the position was saved over {state_dict['num_samples']} samples (digest {state_dict['digest']}), "
-                f"but {', '.join(self.source.paths)} gives {self.num_samples} (digest {self.source.digest()}): the "
+                f"but {', '.join(self.source.paths)} gives {self.num_samples} (digest {self._digest()}): the "
                 f"order cannot be continued over other data. Use the same files and split, or start without the "
                 f"loader's state."
             )
+        if state_dict["epoch"] < self.position.first_epoch:
+            return
         self.seed = state_dict["seed"]
         self.shuffle = parse_shuffle(state_dict["shuffle"])
         self.position.load(state_dict["epoch"], state_dict["samples_consumed"], state_dict["steps_done"])
@@ -291,12 +300,15 @@ class _Iteration:
         self._plan: EpochPlan | None = None
         self._step = 0
         self._is_replaced = False
+        self._is_over = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         loader = self._loader
+        if self._is_over:
+            raise StopIteration
         if self._is_replaced:
             raise FeedError(
                 "this iteration was ended because another one over the same loader began, or the loader was closed. "
@@ -306,7 +318,11 @@ class _Iteration:
             self._feed, self._plan = loader._start(self)
         assert self._plan is not None
         feed = self._feed
-        batch = next(feed)
+        try:
+            batch = next(feed)
+        except BaseException:
+            self._is_over = True
+            raise
         first, stop = self._plan.bounds(self._step)
         rank_first, rank_stop = self._plan.rank_bounds(self._step, loader.rank)
         self._step += 1

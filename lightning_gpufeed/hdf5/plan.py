@@ -67,6 +67,19 @@ class GatherTable:
             sample_bytes=sample_bytes,
         )
 
+    def files(self, indices: Indices) -> Indices:
+        """Which file each sample is in.
+
+        Args:
+            indices: int64 (n,), 0 to the total number of samples - 1.
+
+        Returns:
+            int64 (n,).
+        """
+        if len(self.block_rows) == 1:
+            return np.zeros(len(indices), dtype=np.int64)
+        return np.searchsorted(self.first_sample, indices, side="right") - 1
+
     def positions(self, indices: Indices) -> Indices:
         """Position of the first byte of each sample.
 
@@ -79,7 +92,7 @@ class GatherTable:
         if len(self.block_rows) == 1:
             block, row = np.divmod(indices, self.block_rows[0])
         else:
-            files = np.searchsorted(self.first_sample, indices, side="right") - 1
+            files = self.files(indices)
             block, row = np.divmod(indices - self.first_sample[files], self.block_rows[files])
             block += self.first_block[files]
         base = self.block_positions[block]

@@ -17,6 +17,7 @@ class EpochPosition:
     Attributes:
         epoch: The epoch running, or to come.
         samples_consumed: Samples of it that all ranks together were handed.
+        first_epoch: Positions in earlier epochs are over; `H5Loader.load_state_dict` passes them by.
         steps_done: Batches of it that each rank was handed.
     """
 
@@ -25,6 +26,7 @@ class EpochPosition:
         self.epoch = 0
         self.samples_consumed = 0
         self.steps_done = 0
+        self.first_epoch = 0
         self._is_begun = False
         self._is_epoch_set = False
 

@@ -298,8 +298,11 @@ def _refuse_outside(
     shown: Array | None = None,
 ) -> None:
     """Name the first sample with a value outside [low, high]."""
-    if values.size and (values.min() < low or values.max() > high):
-        row, value = _first((values < low) | (values > high), values if shown is None else shown)
+    with np.errstate(over="ignore"):
+        # In the values' own type: 0.1 as float32 lies above 0.1 as float64, but not outside a range given as 0.1.
+        bounds = np.array([low, high]).astype(values.dtype) if values.dtype.kind == "f" else (low, high)
+    if values.size and (values.min() < bounds[0] or values.max() > bounds[1]):
+        row, value = _first((values < bounds[0]) | (values > bounds[1]), values if shown is None else shown)
         raise PackError(f"sample {indices[row]} of {key!r} holds {value}, outside {low:g}..{high:g} of {what}")
 
 
@@ -352,11 +355,14 @@ class ChannelStatistics:
         """Merge means and deviations of a slab `(num_channels, num_values)`."""
         values, count = slab.astype(np.float64), slab.shape[1]
         total = self._count + count
-        for channel, row in enumerate(values):
-            mean = float(row.mean())
-            delta = mean - self._first[channel]
-            self._second[channel] += float(((row - mean) ** 2).sum()) + delta**2 * (self._count * count / total)
-            self._first[channel] += delta * (count / total)
+        # Values kept as they are may be NaN or overflow when squared; the result then is no number either.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for channel, row in enumerate(values):
+                mean = row.mean()
+                delta = mean - self._first[channel]
+                deviations = ((row - mean) ** 2).sum() + delta**2 * (self._count * count / total)
+                self._second[channel] = float(self._second[channel] + deviations)
+                self._first[channel] = float(self._first[channel] + delta * (count / total))
 
     def mean_std(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Mean and standard deviation, float64 `(num_channels,)` each, of the decoded values."""

@@ -16,7 +16,7 @@ from lightning_gpufeed.device.memory import TensorSpec
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
-from lightning_gpufeed.hdf5.reader import FieldReader, open_reader, read_objects, spec_of
+from lightning_gpufeed.hdf5.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
 
 __all__ = ["Batch", "H5Source"]
 
@@ -64,7 +64,7 @@ class H5Source:
         Raises:
             FileNotFoundError: A file is missing.
             LayoutError: A file or key cannot be used, lengths differ within a file, or shapes differ between files.
-            ValueError: No file was given.
+            ValueError: No file was given, or `keys` names nothing.
         """
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         if not paths:
@@ -117,7 +117,10 @@ class H5Source:
     @property
     def needs_decoding(self) -> bool:
         """Whether the largest field is read by whole chunks, so that its access order decides the speed."""
-        largest = max(self.fields.values(), key=lambda layouts: sum(layout.total_bytes for layout in layouts))
+        streamed = [one for one in self.fields.values() if not is_resident(one, self._resident_bytes)]
+        if not streamed:
+            return False
+        largest = max(streamed, key=lambda layouts: sum(layout.total_bytes for layout in layouts))
         return any(layout.engine is Engine.H5PY for layout in largest)
 
     def check_unchanged(self) -> None:
@@ -126,14 +129,12 @@ class H5Source:
         Raises:
             FeedError: A file was replaced, written to, or is gone. The byte offsets noted would be wrong.
         """
-        for layouts in self.fields.values():
-            for layout in layouts:
-                for stamp in layout.stamps:
-                    if difference := stamp.difference():
-                        raise FeedError(
-                            f"{stamp.path} {difference} since it was opened, so its samples may lie elsewhere now. "
-                            f"Build the loader or DataModule again to use the new file."
-                        )
+        for stamp in {stamp for layouts in self.fields.values() for layout in layouts for stamp in layout.stamps}:
+            if difference := stamp.difference():
+                raise FeedError(
+                    f"{stamp.path} {difference} since it was opened, so its samples may lie elsewhere now. "
+                    f"Build the loader or DataModule again to use the new file."
+                )
 
     def read(self, indices: Indices, out: Mapping[str, torch.Tensor]) -> Batch:
         """Read samples by number.
@@ -152,11 +153,26 @@ class H5Source:
         for name, layouts in self.fields.items():
             if not layouts[0].is_tensor:
                 values = self._object_field(name)
-                batch[name] = [values[index] for index in indices.tolist()]
+                batch[name] = [_own(values[index]) for index in indices.tolist()]
                 continue
             self._reader(name).read_into(indices, out[name])
             batch[name] = out[name]
         return batch
+
+    def locate(self, sample: int) -> str:
+        """Where a sample is, for messages.
+
+        Args:
+            sample: Its number.
+
+        Returns:
+            Such as `sample 3 of data.h5`, counted inside that file.
+        """
+        for layout in next(iter(self.fields.values())):
+            if sample < layout.num_samples:
+                return f"sample {sample} of {layout.path}"
+            sample -= layout.num_samples
+        return f"sample {sample}"
 
     def read_new(self, indices: Indices) -> Batch:
         """Read samples by number into new tensors.
@@ -190,6 +206,7 @@ class H5Source:
     def _reader(self, name: str) -> FieldReader:
         with self._opening:
             if name not in self._readers:
+                self.check_unchanged()
                 self._readers[name] = open_reader(
                     self.fields[name], resident_bytes=self._resident_bytes, cache_bytes=self._cache_bytes
                 )
@@ -198,6 +215,7 @@ class H5Source:
     def _object_field(self, name: str) -> list[Any]:
         with self._opening:
             if name not in self._objects:
+                self.check_unchanged()
                 self._objects[name] = read_objects(self.fields[name])
             return self._objects[name]
 
@@ -213,10 +231,14 @@ class H5Source:
         if self._digest is None:
             picked = np.unique(np.linspace(0, self.num_samples - 1, _DIGEST_SAMPLES).round().astype(np.int64))
             crc = zlib.crc32(repr(self.num_samples).encode())
-            for name, spec in sorted(self.specs.items()):
-                crc = zlib.crc32(f"{name}{spec.row_shape}{spec.dtype}".encode(), crc)
-                values = self.read_field(name, picked)
-                crc = zlib.crc32(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+            for name in sorted(self.fields):
+                spec = self.specs.get(name)
+                crc = zlib.crc32(f"{name} {spec}".encode(), crc)
+                if spec is None:
+                    values = self._object_field(name)
+                    crc = zlib.crc32(repr([values[index] for index in picked]).encode(), crc)
+                else:
+                    crc = zlib.crc32(self.read_field(name, picked).numpy().tobytes(), crc)
             self._digest = f"{crc:08x}"
         return self._digest
 
@@ -228,14 +250,24 @@ class H5Source:
         self._objects.clear()
 
 
+def _own(value: Any) -> Any:
+    """A value the caller may change: strings as they are, tensors and lists copied."""
+    if isinstance(value, list):
+        return [_own(part) for part in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def _named_keys(path: str, keys: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
     """Field name -> key."""
-    if isinstance(keys, str):
-        return {keys: keys}
-    if isinstance(keys, Mapping):
-        return dict(keys)
     if keys is not None:
-        return {key: key for key in keys}
+        named = (
+            dict(keys)
+            if isinstance(keys, Mapping)
+            else {key: key for key in ([keys] if isinstance(keys, str) else keys)}
+        )
+        if not named or not all(isinstance(key, str) and key for key in named.values()):
+            raise ValueError(f"keys={keys!r}; expected at least one name of a dataset, or field name -> key.")
+        return named
     with open_file(path) as h5_file:
         found = {key: key for key in list_datasets(h5_file)}
     if not found:

@@ -60,6 +60,10 @@ class H5Splits:
         """
         for split, origin in origins.items():
             _refuse_odd_origin(split, origin)
+        fractions = {split: origin for split, origin in origins.items() if isinstance(origin, float)}
+        if sum(fractions.values()) >= 1:
+            text = " and ".join(f"{split}={fraction}" for split, fraction in fractions.items())
+            raise ValueError(f"{text} together leave nothing to train on; expected a sum below 1.")
         self.origins = dict(origins)
         self._keys = keys
         self._choose_fields = choose_fields
@@ -89,13 +93,13 @@ class H5Splits:
             self._found[split] = found
         return self._found[split]
 
-    def opened(self) -> list[Found]:
+    def opened(self) -> dict[Split, Found]:
         """Splits opened so far.
 
         Returns:
-            Source and samples of each.
+            Split -> source and samples, without those that do not exist.
         """
-        return [found for found in self._found.values() if found is not None]
+        return {split: found for split, found in self._found.items() if found is not None}
 
     def _find(self, split: Split) -> Found | None:
         origin = self.origins[split]

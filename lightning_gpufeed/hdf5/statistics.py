@@ -47,8 +47,8 @@ def channel_statistics(
             bad = ~np.isfinite(block.reshape(len(block), -1)).all(axis=1)
             sample = int(indices[begin + int(np.flatnonzero(bad)[0])])
             raise LayoutError(
-                f"{source.paths[0]}: statistics of {field!r} cannot be computed: sample {sample} holds a value that is "
-                f"NaN or infinite. Give mean= and std=, or clean the data."
+                f"statistics of {field!r} cannot be computed: {source.locate(sample)} holds a value that is NaN or "
+                f"infinite. Give mean= and std=, or clean the data."
             )
         if flat.dtype == np.uint8:
             values = np.arange(256.0)

@@ -17,30 +17,24 @@ import shutil
 import sys
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import h5py
 import numpy as np
 
 from lightning_gpufeed.errors import LayoutError, PackError
-from lightning_gpufeed.hdf5.journal import (
+from lightning_gpufeed.hdf5.journal import Journal, OutputLock, OutputPaths, Stage, check_space, sync_folder
+from lightning_gpufeed.hdf5.packed_file import (
     FieldPlan,
-    Journal,
-    OutputLock,
-    OutputPaths,
-    Stage,
-    as_bytes,
     chunk_offsets,
     create_structure,
-    open_for_writing,
-    restore_structure,
+    plan_field,
     structure_fingerprint,
-    sync_folder,
+    verify,
+    write_metadata,
     write_rows,
 )
 from lightning_gpufeed.hdf5.sources import open_source
@@ -48,13 +42,9 @@ from lightning_gpufeed.hdf5.sources.blocks import BlockReader, shuffled_order
 
 __all__ = ["PackProgress", "PackReport", "PackedField", "pack", "verify"]
 
-_FORMAT = 1
 _CHECKPOINT_SECONDS = 2.0
 _CHECKPOINT_BYTES = 256 * 1024**2
 _PROGRESS_SECONDS = 0.1
-# HDF5 before 2.0 cannot read larger chunks.
-_MAX_CHUNK_BYTES = 2**32 - 1
-
 OnProgress = Callable[["PackProgress"], None]
 
 
@@ -140,7 +130,7 @@ def pack(
     crop: int | tuple[int, int] | None = None,
     mode: str = "RGB",
     layout: Literal["NCHW", "NHWC"] = "NCHW",
-    on_progress: Callable[[PackProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PackReport:
     """Pack a source into one HDF5 file whose chunks hold whole samples.
 
@@ -149,7 +139,7 @@ def pack(
     complete. After a kill, the same call goes on where the last journal entry is, two seconds back at most.
 
     Whatever cannot be packed, an output that exists, a full disk and a second process at the same output raise
-    `PackError`; options that contradict each other, `ValueError`; a missing source, `FileNotFoundError`.
+    `PackError`.
 
     Args:
         source: See `lightning_gpufeed.hdf5.sources.open_source`. A `Source` given open stays open.
@@ -163,15 +153,15 @@ def pack(
         keep_dtype: Store image-like fields as they are.
         on_error: `"raise"` at a sample that cannot be read, or `"skip"` it and keep a list.
         verify: Read the file back and compare checksums before it gets its name.
-        num_workers: Processes that decode image files; see `SourceOptions`.
+        num_workers: Image files: decoding processes; None takes one per usable CPU, 0 decodes in this one.
         resume: Go on from an interrupted call with the same source and options.
         overwrite: Replace an existing output, when the new one is complete.
         keys: Fields to take; None takes all.
-        split: See `SourceOptions`.
-        resize: See `SourceOptions`.
-        crop: See `SourceOptions`.
-        mode: See `SourceOptions`.
-        layout: See `SourceOptions`.
+        split: `"train"` or `"test"`, for a folder with several pairs of idx files.
+        resize: Image files: pixels of the shorter side, or exact `(height, width)`.
+        crop: Image files: pixels of a centred square, or `(height, width)`.
+        mode: Image files: `"RGB"` or `"L"` (grey).
+        layout: Axis order of decoded images, and of arrays whose shape leaves it open.
         on_progress: Called about ten times a second at most, in this thread.
 
     Returns:
@@ -179,7 +169,7 @@ def pack(
 
     Raises:
         FileNotFoundError: The source, or the folder of `out`, is missing.
-        PackError: The output exists.
+        ValueError: An option has a value that cannot be meant, or two exclude each other.
 
     Example:
         >>> pack("photos/", "train.h5", resize=256, crop=224).num_samples  # doctest: +SKIP
@@ -187,22 +177,19 @@ def pack(
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; expected at least 1, such as 512 * 1024")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; expected 0 or more")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f'on_error is {on_error!r}; expected "raise" or "skip"')
     paths = OutputPaths.of(out)
     if not paths.final.parent.is_dir():
         raise FileNotFoundError(f"the folder for {paths.final} does not exist; create {paths.final.parent}")
     _refuse_existing(paths.final, overwrite)
     reading = {"keys": keys, "split": split, "resize": resize, "crop": crop, "mode": mode, "layout": layout}
-    storing = {"scale": scale, "quantize": quantize, "keep_dtype": keep_dtype}
+    storing: dict[str, Any] = {"scale": scale, "quantize": quantize, "keep_dtype": keep_dtype}
     ordering = {"chunk_bytes": chunk_bytes, "shuffle": shuffle, "seed": seed if shuffle else None}
     opened = open_source(source, num_workers=num_workers, **reading)
     try:
         order = shuffled_order(opened.num_samples, seed) if shuffle else None
         reader = BlockReader(opened, order=order, on_error=on_error, **storing)
         with OutputLock(paths):
+            _refuse_existing(paths.final, overwrite)  # another process may have finished meanwhile
             # What decides the content of the file; `on_error`, say, may change when a call is repeated.
             packing = _Packing(reader, paths, chunk_bytes, reading | storing | ordering, on_progress)
             return packing.run(is_verifying=verify, is_resuming=resume, is_overwriting=overwrite)
@@ -235,13 +222,13 @@ class _Packing:
         source = reader.source
         self._num_samples = source.num_samples
         self._plans = [
-            _plan_field(key, spec.sample_shape, reader.conversions[key].dtype, chunk_bytes, self._num_samples)
+            plan_field(key, spec.sample_shape, reader.conversions[key].dtype, chunk_bytes, self._num_samples)
             for key, spec in source.fields.items()
         ]
         self._row_bytes = sum(plan.sample_bytes for plan in self._plans)
         self._needed_bytes = sum(plan.num_chunks(self._num_samples) * plan.chunk_bytes for plan in self._plans)
         # By way of JSON, for comparison with what a journal holds.
-        self._journal = Journal(source.identity, json.loads(json.dumps(options)))
+        self._journal = Journal(source.identity, json.loads(json.dumps(options, default=float)))
         self._saved_position = 0
 
     def run(self, *, is_verifying: bool, is_resuming: bool, is_overwriting: bool) -> PackReport:
@@ -284,34 +271,20 @@ class _Packing:
         found = Journal.load(self._paths.journal)
         if found is None:
             return False
-        reason = found.difference(self._journal.source, self._journal.options) or self._unusable(found)
+        reason = found.difference(self._journal.source, self._journal.options)
+        if reason is None:
+            with self._writing():
+                reason = found.misfit(self._paths.partial, self._plans, self._num_samples)
         if reason is not None:
             warnings.warn(f"{self._paths.partial} is begun anew, not continued: {reason}", stacklevel=4)
             return False
         self._journal, self._saved_position = found, found.position
-        self._check_space()
+        check_space(self._paths, self._needed_bytes)
         return True
-
-    def _unusable(self, journal: Journal) -> str | None:
-        """Why the unfinished file does not fit its journal, or None."""
-        partial = self._paths.partial
-        if not partial.exists():
-            return "it is missing"
-        if journal.stage is Stage.FINISHED:
-            return None if partial.stat().st_size == journal.file_bytes else "its size has changed"
-        if journal.stage is Stage.FINISHING:
-            with self._writing():
-                is_restored = restore_structure(partial, self._plans, self._num_samples, journal.structure)
-            return None if is_restored else "it was written by another version of HDF5"
-        try:
-            is_same = structure_fingerprint(partial, self._plans) == journal.structure
-        except (OSError, KeyError):
-            is_same = False
-        return None if is_same else "it has been changed"
 
     def _start(self) -> None:
         """Begin a new file."""
-        self._check_space()
+        check_space(self._paths, self._needed_bytes)
         # First of all: a journal must never outlive the file that it tells about.
         self._paths.journal.unlink(missing_ok=True)
         sync_folder(self._paths.final.parent)
@@ -321,17 +294,6 @@ class _Packing:
             self._journal.structure = structure_fingerprint(self._paths.partial, self._plans)
             self._journal.crc32 = {plan.key: [] for plan in self._plans}
             self._journal.save(self._paths.journal)
-
-    def _check_space(self) -> None:
-        """Refuse what cannot fit, before hours of work."""
-        partial = self._paths.partial
-        present = partial.stat().st_blocks * 512 if partial.exists() else 0
-        needed, free = self._needed_bytes - present, shutil.disk_usage(self._paths.final.parent).free
-        if needed > free:
-            raise PackError(
-                f"{self._paths.final} needs {needed:,} bytes more, but the file system has {free:,} free; "
-                "make room or choose another place"
-            )
 
     def _write(self) -> None:
         """Write the rows that are missing."""
@@ -381,33 +343,22 @@ class _Packing:
     def _finish(self) -> None:
         """Add attributes and checksums through HDF5; the journal says that this has begun."""
         with self._writing():
-            with open_for_writing(self._paths.partial, "r+") as file:
-                self._write_metadata(file)
+            journal = self._journal
+            write_metadata(
+                self._paths.partial,
+                self._plans,
+                journal.num_rows,
+                {plan.key: self._reader.attributes(plan.key) for plan in self._plans},
+                journal.crc32,
+                [name for name, _ in journal.skipped],
+                # Not imported: the package's root imports Lightning, which this floor does without.
+                sys.modules[__name__.partition(".")[0]].__version__,
+            )
             with self._paths.partial.open("r+b") as written:
                 os.fsync(written.fileno())
-            self._journal.file_bytes = self._paths.partial.stat().st_size
-            self._journal.stage = Stage.FINISHED
-            self._journal.save(self._paths.journal)
-
-    def _write_metadata(self, file: h5py.File) -> None:
-        """Everything in the file besides the rows."""
-        journal = self._journal
-        file.attrs["gpufeed_format"] = _FORMAT
-        # Not imported: the package's root imports Lightning, which this floor does without.
-        file.attrs["gpufeed_version"] = sys.modules[__name__.partition(".")[0]].__version__
-        for plan in self._plans:
-            dataset = file[plan.key]
-            if journal.num_rows < self._num_samples:
-                dataset.resize(journal.num_rows, axis=0)
-            for name, value in self._reader.attributes(plan.key).items():
-                is_text = name == "class_names"
-                dataset.attrs[name] = np.array(value, dtype=h5py.string_dtype()) if is_text else value
-            checksums = np.array(journal.crc32[plan.key], np.uint32)
-            kept = file.create_dataset(f"_gpufeed/crc32/{plan.key}", data=checksums)
-            kept.attrs["rows_per_chunk"] = plan.rows_per_chunk
-        if journal.skipped:
-            names = [name for name, _ in journal.skipped]
-            file.create_dataset("_gpufeed/skipped", data=names, dtype=h5py.string_dtype())
+            journal.file_bytes = self._paths.partial.stat().st_size
+            journal.stage = Stage.FINISHED
+            journal.save(self._paths.journal)
 
     def _verify(self) -> int:
         """Read the finished file back; what went wrong on disk must be written again."""
@@ -447,69 +398,3 @@ class _Packing:
         for path in (self._paths.partial, self._paths.journal):
             path.unlink(missing_ok=True)
         return ""
-
-
-def _plan_field(
-    key: str, sample_shape: tuple[int, ...], dtype: np.dtype[Any], chunk_bytes: int, num_samples: int
-) -> FieldPlan:
-    """The dataset of a field: as many whole samples in a chunk as fit."""
-    if key.strip("/") != key or not key or key.split("/")[0] == "_gpufeed" or "." in key.split("/"):
-        raise PackError(f"the source has a field named {key!r}, which no dataset can be called; rename it")
-    sample_bytes = FieldPlan(key, sample_shape, dtype, 1).sample_bytes
-    if not 0 < sample_bytes <= _MAX_CHUNK_BYTES:
-        raise PackError(
-            f"a sample of {key!r} has shape {sample_shape}, {sample_bytes:,} bytes; expected at least one value "
-            "and less than 4 GiB, which is what a chunk of HDF5 can hold"
-        )
-    rows = max(1, min(chunk_bytes, _MAX_CHUNK_BYTES) // sample_bytes)
-    return FieldPlan(key, sample_shape, dtype, min(rows, num_samples))
-
-
-def verify(path: str | os.PathLike[str]) -> int:
-    """Read a packed file whole and compare each chunk with its checksum.
-
-    Args:
-        path: A file that `pack` wrote.
-
-    Returns:
-        Number of chunks compared.
-
-    Raises:
-        FileNotFoundError: No such file.
-        LayoutError: The first chunk that differs, with its rows; or a file without checksums.
-    """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no such file: {str(path)!r}")
-    try:
-        with h5py.File(path, "r", rdcc_nbytes=0, locking=False) as file:
-            keys: list[str] = []
-            group = file.get("_gpufeed/crc32", {})
-            if group:
-                group.visititems(lambda name, item: keys.append(name) if isinstance(item, h5py.Dataset) else None)
-            if not keys:
-                raise LayoutError(f"{path} has no checksums; only files written by `gpufeed pack` have them")
-            return sum(_verify_dataset(path, file, key) for key in keys)
-    except OSError as error:
-        raise LayoutError(f"{path} cannot be read as HDF5: {error}") from error
-
-
-def _verify_dataset(path: str | os.PathLike[str], file: h5py.File, key: str) -> int:
-    """Compare the chunks of one dataset."""
-    checksums = file[f"_gpufeed/crc32/{key}"]
-    rows_per_chunk = int(checksums.attrs["rows_per_chunk"])
-    dataset = file.get(key)
-    num_chunks = 0 if dataset is None else -(-dataset.shape[0] // rows_per_chunk)
-    if num_chunks != len(checksums):
-        raise LayoutError(
-            f"{path}: {key!r} has {num_chunks} chunks of {rows_per_chunk} rows, but {len(checksums)} checksums; "
-            "it was changed after packing"
-        )
-    for chunk, expected in enumerate(checksums[:].tolist()):
-        first = chunk * rows_per_chunk
-        rows = dataset[first : first + rows_per_chunk]
-        if zlib.crc32(as_bytes(rows)) != expected:
-            raise LayoutError(
-                f"{path}: chunk {chunk} of {key!r}, rows {first} to {first + len(rows) - 1}, does not match its "
-                "checksum; the file is damaged, pack it again or restore a copy"
-            )
-    return num_chunks

@@ -139,9 +139,11 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     """
     options.refuse((*_IMAGE_OPTIONS, "split"), f"{path}, which holds arrays")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here, because NumPy leaves the file open when the archive is damaged.
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise PackError(f"{path} is not a .npz archive; expected what numpy.savez writes")
+                raise PackError(f"{path} holds one array and no archive; give it the suffix .npy")
             keys = select_keys(archive.files, options.keys, str(path))
             arrays = {key: archive[key] for key in keys}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -195,8 +197,10 @@ def read_idx(path: Path) -> npt.NDArray[Any]:
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or head[3] == 0:
         raise PackError(f"{path} is not an idx file: it begins with {head!r}, not two zero bytes and a type")
     dtype, start = np.dtype(_IDX_TYPES[head[2]]), 4 + 4 * head[3]
-    shape = tuple(int(n) for n in np.frombuffer(content[4:start].tobytes().ljust(4 * head[3], b"\0"), ">u4"))
-    expected_bytes, found_bytes = math.prod(shape) * dtype.itemsize, max(0, len(content) - start)
+    if len(content) < start:
+        raise PackError(f"{path} ends within the {start} bytes of its header; it is truncated, fetch it again")
+    shape = tuple(int(length) for length in content[4:start].view(">u4"))
+    expected_bytes, found_bytes = math.prod(shape) * dtype.itemsize, len(content) - start
     if found_bytes != expected_bytes:
         raise PackError(
             f"{path} holds {found_bytes} bytes of values where its header promises {expected_bytes} "

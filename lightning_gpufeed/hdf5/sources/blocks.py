@@ -66,7 +66,12 @@ def shuffled_order(num_samples: int, seed: int) -> npt.NDArray[np.int64]:
 
     Returns:
         int64 `(num_samples,)`, each row once.
+
+    Raises:
+        ValueError: A negative seed.
     """
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; expected 0 or more")
     bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(num_samples)
     return np.argsort(bits, kind="stable").astype(np.int64)
 
@@ -81,6 +86,9 @@ class BlockReader:
         scale: See `plan_conversions`, which raises for what makes no sense.
         quantize: See `plan_conversions`.
         keep_dtype: See `plan_conversions`.
+
+    Raises:
+        ValueError: `on_error` is neither.
     """
 
     def __init__(
@@ -93,6 +101,8 @@ class BlockReader:
         quantize: Literal["auto"] | tuple[float, float] | None,
         keep_dtype: bool,
     ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f'on_error is {on_error!r}; expected "raise" or "skip"')
         self.source, self._order, self._on_error = source, order, on_error
         self.conversions = plan_conversions(source.fields, scale=scale, quantize=quantize, keep_dtype=keep_dtype)
         row_bytes = max(1, sum(spec.sample_bytes for spec in source.fields.values()))

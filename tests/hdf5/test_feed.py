@@ -1,0 +1,354 @@
+"""The background thread: what it makes ahead, how its errors arrive, and that it always ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_gpufeed.hdf5.feed as feed_module
+from lightning_gpufeed.errors import FeedError
+from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
+from tests.doubles import WAIT_SECONDS, EventLog, LoggedProducer, parking_condition
+
+READER = "gpufeed-reader"
+
+
+def reader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == READER]
+
+
+def assert_no_reader_thread() -> None:
+    """A thread that was only told to stop may need a moment; one that was joined is gone."""
+    for thread in reader_threads():
+        thread.join(WAIT_SECONDS)
+    assert reader_threads() == []
+
+
+@settings(max_examples=30)
+@given(num_items=st.integers(0, 20), num_slots=st.integers(1, 5))
+def test_items_come_in_order_and_each_once(num_items: int, num_slots: int) -> None:
+    assert list(Feed(lambda number: number, num_items, num_slots)) == list(range(num_items))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_at_most_num_slots_items_are_made_ahead(monkeypatch, num_slots):
+    log = EventLog()
+    monkeypatch.setattr(feed_module.threading, "Condition", parking_condition(log, READER))
+    feed = Feed(LoggedProducer(log), 10, num_slots)
+    for taken in range(3):
+        log.wait_for("parked")  # the thread can go no further by itself
+        made = num_slots + taken
+        assert log.events[-1] == "parked"
+        assert [event for event in log.events if event.startswith("end")] == [f"end {n}" for n in range(made)]
+        assert f"begin {made}" not in log.events
+        log.events[:] = [event for event in log.events if event != "parked"]
+        assert next(feed) == f"item {taken}"
+    feed.close()
+
+
+def test_an_item_is_made_while_the_consumer_works_on_the_one_before():
+    log = EventLog()
+    feed = Feed(LoggedProducer(log), 5, num_slots=1)
+    assert next(feed) == "item 0"
+    log.wait_for("end 1")  # nobody asked for it yet
+    feed.close()
+
+
+def test_every_item_is_made_in_one_and_the_same_thread():
+    idents = list(Feed(lambda _: threading.get_ident(), 10))
+    assert len(set(idents)) == 1
+    assert idents[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize("item", [None, False, 0, (), ""])
+def test_an_item_may_be_anything(item):
+    assert list(Feed(lambda _: item, 3)) == [item] * 3
+
+
+@pytest.mark.parametrize("error", [FeedError("bad chunk 7"), ValueError("odd"), KeyboardInterrupt("stop"), SystemExit(3)])
+def test_an_error_of_the_producer_arrives_itself_after_the_good_items(error):
+    feed = Feed(LoggedProducer(EventLog(), errors={2: error}), 5, num_slots=4)
+    assert [next(feed), next(feed)] == ["item 0", "item 1"]
+    with pytest.raises(type(error)) as caught:
+        next(feed)
+    assert caught.value is error
+    assert_no_reader_thread()
+
+
+def test_the_traceback_of_an_error_reaches_into_the_producer():
+    def produce(number: int) -> int:
+        raise FeedError("from far below")
+
+    with pytest.raises(FeedError, match="from far below") as caught:
+        next(Feed(produce, 1))
+    assert caught.traceback[-1].name == "produce"
+
+
+def test_an_error_is_raised_once_and_then_the_iteration_is_over():
+    feed = Feed(LoggedProducer(EventLog(), errors={0: FeedError("once")}), 2)
+    with pytest.raises(FeedError):
+        next(feed)
+    assert next(feed, "over") == "over"
+
+
+def test_nothing_is_made_after_an_error():
+    log = EventLog()
+    feed = Feed(LoggedProducer(log, errors={1: FeedError("stop here")}), 5)
+    with pytest.raises(FeedError):
+        list(feed)
+    assert log.events == ["begin 0", "end 0", "begin 1"]
+
+
+def test_is_ready_tells_whether_next_would_wait():
+    log, gates = EventLog(), {number: threading.Event() for number in range(3)}
+    error = FeedError("at the end")
+    feed = Feed(LoggedProducer(log, gates=gates, errors={2: error}), 3, num_slots=1)
+    log.wait_for("begin 0")
+    assert not feed.is_ready()
+    gates[0].set()
+    log.wait_for("end 0")
+    assert next(feed) == "item 0"
+    log.wait_for("begin 1")  # made only now, behind its gate
+    assert not feed.is_ready()
+    gates[1].set()
+    assert next(feed) == "item 1"
+    log.wait_for("begin 2")
+    assert not feed.is_ready()
+    gates[2].set()
+    with pytest.raises(FeedError):
+        next(feed)
+    assert feed.is_ready()  # `next` returns at once, with StopIteration
+
+
+def test_is_ready_becomes_true_without_asking_for_the_item(monkeypatch):
+    log = EventLog()
+    monkeypatch.setattr(feed_module.threading, "Condition", parking_condition(log, READER))
+    feed = Feed(LoggedProducer(log), 2, num_slots=1)
+    log.wait_for("parked")
+    assert feed.is_ready()
+    feed.close()
+
+
+def test_is_ready_does_not_wait_for_the_lock():
+    feed = Feed(lambda number: number, 1)
+    answers = []
+    with feed._ring.changed:  # whatever the thread does with the lock
+        asker = threading.Thread(target=lambda: answers.append(feed.is_ready()))
+        asker.start()
+        asker.join(WAIT_SECONDS)
+        assert len(answers) == 1
+    feed.close()
+
+
+def test_closing_in_the_middle_ends_the_thread_and_the_iteration():
+    log = EventLog()
+    feed = Feed(LoggedProducer(log), 1000, num_slots=2)
+    assert next(feed) == "item 0"
+    feed.close()
+    assert reader_threads() == []
+    assert list(feed) == []
+    feed.close()
+
+
+def test_closing_waits_for_the_item_in_the_making():
+    log, gate = EventLog(), threading.Event()
+    feed = Feed(LoggedProducer(log, gates={0: gate}), 3)
+    log.wait_for("begin 0")
+    closer = threading.Thread(target=feed.close)
+    closer.start()
+    gate.set()
+    closer.join(WAIT_SECONDS)
+    assert log.events == ["begin 0", "end 0"]
+    assert reader_threads() == []
+
+
+def test_closing_drops_the_items_that_nobody_took():
+    class Item:
+        pass
+
+    made: list[weakref.ref[Item]] = []
+    log = EventLog()
+
+    def produce(number: int) -> Item:
+        item = Item()
+        made.append(weakref.ref(item))
+        log.add(f"made {number}")
+        return item
+
+    feed = Feed(produce, 10, num_slots=2)
+    log.wait_for("made 1")
+    feed.close()
+    assert [item() for item in made] == [None] * len(made)
+
+
+def test_the_thread_keeps_no_item_that_was_handed_out():
+    class Item:
+        pass
+
+    log, gate = EventLog(), threading.Event()
+
+    def produce(number: int) -> Item:
+        log.add(f"begin {number}")
+        if number == 1:
+            gate.wait(WAIT_SECONDS)
+        return Item()
+
+    feed = Feed(produce, 2)
+    handed_out = weakref.ref(next(feed))
+    log.wait_for("begin 1")
+    assert handed_out() is None
+    gate.set()
+    feed.close()
+
+
+def test_dropping_the_last_reference_ends_the_thread():
+    feed = Feed(lambda number: number, 1000)
+    next(feed)
+    del feed
+    assert_no_reader_thread()
+
+
+def test_a_feed_in_a_reference_cycle_ends_with_it():
+    feed = Feed(lambda number: number, 1000)
+    cycle: list[object] = [feed]
+    cycle.append(cycle)
+    del feed, cycle
+    gc.collect()
+    assert_no_reader_thread()
+
+
+def test_collecting_a_feed_while_holding_what_its_producer_waits_for_does_not_hang():
+    log, lock = EventLog(), threading.Lock()
+
+    def produce(number: int) -> int:
+        log.add(f"begin {number}")
+        with lock:  # as a reader does, which is shared with the training loop
+            return number
+
+    with lock:
+        feed = Feed(produce, 5)
+        log.wait_for("begin 0")
+        cycle: list[object] = [feed]
+        cycle.append(cycle)
+        del feed, cycle
+        collector = threading.Thread(target=gc.collect, daemon=True)
+        collector.start()
+        collector.join(5.0)
+        is_hanging = collector.is_alive()
+    collector.join(WAIT_SECONDS)
+    assert_no_reader_thread()
+    assert not is_hanging
+
+
+def test_a_broken_loop_leaves_no_thread():
+    for number in Feed(lambda number: number, 1000):
+        if number == 3:
+            break
+    assert_no_reader_thread()
+
+
+def test_many_feeds_in_a_row_leave_no_thread():
+    before = set(threading.enumerate())
+    for size in range(100):
+        feed = Feed(lambda number: number, 50)
+        for _ in range(size % 5):
+            next(feed)
+        if size % 2:
+            feed.close()
+    del feed
+    assert_no_reader_thread()
+    assert set(threading.enumerate()) == before
+
+
+def test_two_feeds_run_beside_each_other():
+    first, second = Feed(lambda number: number, 20), Feed(lambda number: -number, 20)
+    assert [(a, b) for a, b in zip(first, second, strict=True)] == [(n, -n) for n in range(20)]
+
+
+def test_the_producer_is_let_go_at_the_end():
+    class Producer:
+        def __call__(self, number: int) -> int:
+            return number
+
+    producer = Producer()
+    alive = weakref.ref(producer)
+    feed = Feed(producer, 3)
+    del producer
+    list(feed)
+    assert alive() is None
+
+
+def test_the_statistics_count_what_was_handed_out():
+    feed = Feed(lambda number: number, 4)
+    assert feed.statistics == FeedStatistics()
+    for number in range(1, 4):
+        next(feed)
+        assert feed.statistics.num_batches == number
+    statistics = feed.statistics
+    assert 0 <= statistics.wait_seconds <= statistics.elapsed_seconds
+    assert statistics.produce_seconds > 0
+    assert 0 <= statistics.wait_share <= 1
+    feed.close()
+
+
+def test_waiting_is_counted_only_while_nothing_is_ready():
+    log, gate = EventLog(), threading.Event()
+    feed = Feed(LoggedProducer(log, gates={0: gate}), 1)
+    log.wait_for("begin 0")
+    threading.Timer(0.05, gate.set).start()  # the time that is to be counted
+    next(feed)
+    assert feed.statistics.wait_seconds >= 0.04
+    assert feed.statistics.wait_share > 0.9
+
+
+def test_rates_of_nothing_are_zero():
+    assert FeedStatistics().wait_share == 0.0
+    assert FeedStatistics().samples_per_second == 0.0
+    assert FeedStatistics(num_samples=10, elapsed_seconds=2.0).samples_per_second == 5.0
+
+
+def test_no_slot_is_refused():
+    with pytest.raises(ValueError, match=r"^num_slots is 0; expected at least 1\.$"):
+        Feed(lambda number: number, 1, num_slots=0)
+
+
+EXIT_SCRIPT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("feed", sys.argv[1])
+feed_module = importlib.util.module_from_spec(spec)
+sys.modules["feed"] = feed_module
+spec.loader.exec_module(feed_module)
+feed = feed_module.Feed(lambda number: bytes(1000), 1_000_000)
+next(feed)
+{ending}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "error"),
+    [
+        ("", 0, ""),  # the feed is still referred to, its thread waits
+        ("cycle = [feed]; cycle.append(cycle); del feed, cycle", 0, ""),
+        ("sys.exit(5)", 5, ""),
+        ("raise RuntimeError('from the loop')", 1, "RuntimeError: from the loop"),
+        ("import threading; threading.Thread(target=lambda: [next(feed) for _ in range(100)]).start()", 0, ""),
+    ],
+    ids=["in use", "in a cycle", "exit code", "exception", "used by another thread"],
+)
+def test_the_interpreter_ends_beside_a_running_feed(ending, code, error):
+    # The module alone needs nothing but the standard library, so the process starts at once.
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXIT_SCRIPT.format(ending=ending), feed_module.__file__],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+    assert ended.returncode == code
+    assert (ended.stderr.splitlines() or [""])[-1] == error
