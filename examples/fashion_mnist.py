@@ -24,6 +24,8 @@ from torch import nn
 from lightning_gpufeed import H5ImageDataModule
 from lightning_gpufeed.cli import main as gpufeed
 
+NUM_CLASSES = 10
+
 
 class SmallConvNet(LightningModule):
     """Two convolutions and two linear layers: 110 thousand parameters."""
@@ -77,7 +79,7 @@ def pack(folder: Path, out: Path, split: str) -> None:
     if out.exists():
         print(f"\n{out}: packed before")
     else:
-        run("pack", str(folder), str(out), "--split", split, "--shuffle", "--verify")
+        run("pack", os.path.relpath(folder), os.path.relpath(out), "--split", split, "--shuffle", "--verify")
 
 
 def main() -> None:
@@ -99,10 +101,16 @@ def main() -> None:
     seed_everything(0, verbose=False)
     # One in twelve training images, in the proportions of the classes, watches the training.
     dm = H5ImageDataModule(
-        str(train), val=5000 / 60000, test=str(test), batch_size=256, mean="auto", std="auto", stratify=True
+        str(train),
+        val=5000 / 60000,
+        test=str(test),
+        batch_size=256,
+        mean="auto",
+        std="auto",
+        num_classes=NUM_CLASSES,
+        stratify=True,
     )
-    dm.setup("fit")
-    model = SmallConvNet(dm.num_classes)
+    model = SmallConvNet(NUM_CLASSES)
     trainer = Trainer(max_epochs=options.epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
     fit_begin = time.perf_counter()
     trainer.fit(model, datamodule=dm)
@@ -110,12 +118,10 @@ def main() -> None:
     feed = dm.feed_statistics("train")
     (result,) = trainer.test(model, datamodule=dm, verbose=False)
 
-    print(
-        f"\ntest accuracy          {100 * result['test_accuracy']:.2f} %   ({options.epochs} epochs, {fit_seconds:.0f} s)"
-    )
-    print(
-        f"trained at             {feed.samples_per_second:,.0f} samples/s   (last epoch, {trainer.strategy.root_device})"
-    )
+    accuracy, device = 100 * result["test_accuracy"], trainer.strategy.root_device
+
+    print(f"\ntest accuracy          {accuracy:.2f} %   ({options.epochs} epochs, {fit_seconds:.0f} s)")
+    print(f"trained at             {feed.samples_per_second:,.0f} samples/s   (last epoch, {device})")
     print(f"the feed could give    {feed.num_samples / feed.produce_seconds:,.0f} samples/s")
     print(f"waited for data        {100 * feed.wait_share:.2f} % of the last epoch")
     print(f"from start to end      {time.perf_counter() - begin:.0f} s")

@@ -1,11 +1,22 @@
-"""Recording stand-ins, for the few places where a real part cannot show in which order things happened."""
+"""Recording stand-ins, for the few places where a real part cannot show in which order things happened.
+
+And real processes that may die or hang in the place of the one that runs the tests.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import lightning_gpufeed
+
+PACKAGE = Path(lightning_gpufeed.__file__).parent
 WAIT_SECONDS = 20.0
 """How long a test waits for an event that has to come, before it fails."""
 
@@ -24,14 +35,17 @@ class EventLog:
             self._changed.notify_all()
 
     def wait_for(self, event: str) -> None:
-        """Wait until an event was noted.
+        """Wait until an event was noted."""
+        self.wait_until(lambda: event in self.events)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something can be said of the events.
 
         Raises:
-            AssertionError: It never was.
+            AssertionError: It never could.
         """
         with self._changed:
-            seen = self._changed.wait_for(lambda: event in self.events, WAIT_SECONDS)
-        assert seen, f"{event!r} did not happen; this did: {self.events}"
+            assert self._changed.wait_for(is_so, WAIT_SECONDS), self.events
 
 
 class LoggedProducer:
@@ -85,3 +99,66 @@ def parking_condition(log: EventLog, thread_name: str) -> Callable[..., Any]:
             return super().wait(timeout)
 
     return ParkingCondition
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code, or minus the signal that killed it, and all it printed."""
+
+    code: int
+    text: str
+
+    @property
+    def last_line(self) -> str:
+        """The end of what it printed: of an exception, its name and text."""
+        return (self.text.splitlines() or [""])[-1]
+
+
+# The package without its root module, which imports Lightning and takes seconds. Everything is imported once;
+# then each case runs in a fork of its own, to the end of the interpreter, and may die as it likes.
+_RUN_FORKED = """
+import json, os, signal, sys, types
+package = types.ModuleType("lightning_gpufeed")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_gpufeed"] = package
+setup, cases = json.load(sys.stdin)
+scope = {"__name__": "__main__"}
+exec(setup, scope)
+ended = {}
+for name, code in cases.items():
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        signal.alarm(int(sys.argv[2]))
+        break
+    os.close(write)
+    with os.fdopen(read) as stream:
+        text = stream.read()
+    ended[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+else:
+    code = "print(json.dumps(ended))"
+exec(compile(code, "case", "exec"), globals() if child else scope)
+"""
+
+
+def run_forked(setup: str, cases: dict[str, str]) -> dict[str, Ended]:
+    """Run pieces of Python that may kill their process, or hang, each in a process of its own.
+
+    Args:
+        setup: Run once before all; imports belong here. No thread may be started in it.
+        cases: Name -> code that runs after it, to the end of the interpreter.
+
+    Returns:
+        Name -> how it ended; a case that hangs is killed and has minus SIGALRM as its code.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN_FORKED, str(PACKAGE), str(int(WAIT_SECONDS))],
+        input=json.dumps([setup, cases]),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr
+    return {name: Ended(*ended) for name, ended in json.loads(run.stdout).items()}

@@ -31,7 +31,7 @@ from tests.datamodules.models import (
 
 NUM_TRAIN, NUM_VAL, BATCH_SIZE, SEED = 22, 7, 4, 5  # neither length is a multiple of the batch
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
-SAMPLE_SHAPES = {"NCHW": (3, 6, 5), "NHWC": (6, 5, 3), "NHW": (6, 5)}
+SAMPLE_SHAPES = {"NCHW": (3, 9, 8), "NHWC": (9, 8, 3), "NHW": (9, 8)}
 
 
 def prepared(images: torch.Tensor, layout: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,14 +106,14 @@ def test_training_on_images_equals_training_on_a_tensor_dataset(tmp_path, files,
     train, val = files
     channels = 1 if layout == "NHW" else 3
     plain = fit(
-        Recorder(30 * channels, schedule=True, keep_images=True),
+        Recorder(72 * channels, schedule=True, keep_images=True),
         tmp_path,
         plain_loader(tensor_dataset(train, layout)),
         plain_loader(tensor_dataset(val, layout), NoShuffle()),
     )
     with chunk_warning(storage):
         ours = fit(
-            Recorder(30 * channels, schedule=True, keep_images=True),
+            Recorder(72 * channels, schedule=True, keep_images=True),
             tmp_path,
             H5ImageDataModule(
                 train, val=val, batch_size=BATCH_SIZE, seed=SEED, mean=MEAN[:channels], std=STD[:channels]
@@ -130,13 +130,13 @@ def test_training_on_images_equals_training_on_a_tensor_dataset(tmp_path, files,
 def test_a_windowed_shuffle_trains_like_a_tensor_dataset_in_that_order(tmp_path, files, layout, storage):
     train, val = files
     plain = fit(
-        Recorder(30, schedule=True),
+        Recorder(72, schedule=True),
         tmp_path,
         plain_loader(tensor_dataset(train, layout), WindowShuffle(6)),
         plain_loader(tensor_dataset(val, layout), NoShuffle()),
     )
     ours = fit(
-        Recorder(30, schedule=True),
+        Recorder(72, schedule=True),
         tmp_path,
         H5ImageDataModule(
             train, val=val, batch_size=BATCH_SIZE, seed=SEED, mean=MEAN[:1], std=STD[:1], shuffle="window:6"
@@ -158,14 +158,14 @@ class WithOwnTransform(Recorder):
 def test_a_device_transform_equals_the_same_work_in_the_modules_own_hook(tmp_path, files, layout, storage):
     train, val = files
     plain = fit(
-        WithOwnTransform(90, keep_images=True),
+        WithOwnTransform(216, keep_images=True),
         tmp_path,
         plain_loader(tensor_dataset(train, layout)),
         plain_loader(tensor_dataset(val, layout), NoShuffle()),
     )
     data = {"val": val, "batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN, "std": STD}
     ours = fit(
-        Recorder(90, keep_images=True),
+        Recorder(216, keep_images=True),
         tmp_path,
         H5ImageDataModule(train, device_transform=lambda images: images.flip(-1), **data),
     )
@@ -178,14 +178,14 @@ def test_accumulated_gradients_are_those_of_a_tensor_dataset(tmp_path, files, la
     train, val = files
     settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1, "limit_train_batches": 5}
     plain = fit(
-        Recorder(90, schedule=True),
+        Recorder(216, schedule=True),
         tmp_path,
         plain_loader(tensor_dataset(train, layout)),
         plain_loader(tensor_dataset(val, layout), NoShuffle()),
         **settings,
     )
     data = {"val": val, "batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN, "std": STD}
-    ours = fit(Recorder(90, schedule=True), tmp_path, H5ImageDataModule(train, **data), **settings)
+    ours = fit(Recorder(216, schedule=True), tmp_path, H5ImageDataModule(train, **data), **settings)
     assert differences(ours, plain) == []
 
 
@@ -204,14 +204,14 @@ def test_images_arrive_in_the_trainers_precision_rounded_once(
 ):
     train, val = files
     plain = fit(
-        Recorder(90, keep_images=True),
+        Recorder(216, keep_images=True),
         tmp_path,
         plain_loader(tensor_dataset(train, layout, computed_in)),
         plain_loader(tensor_dataset(val, layout, computed_in), NoShuffle()),
         precision=precision,
     )
     data = {"val": val, "batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN, "std": STD}
-    ours = fit(Recorder(90, keep_images=True), tmp_path, H5ImageDataModule(train, **data), precision=precision)
+    ours = fit(Recorder(216, keep_images=True), tmp_path, H5ImageDataModule(train, **data), precision=precision)
     assert {images.dtype for images in ours["images"]["train"]} == {delivered_in}
     assert torch.equal(
         torch.cat(ours["images"]["validate"][:2]),
@@ -285,10 +285,10 @@ def test_training_on_any_arrays_equals_training_on_the_same_arrays_in_memory(tmp
 def test_a_sanity_check_and_a_validation_beforehand_leave_the_training_as_it_is(tmp_path, files, layout, storage):
     train, val = files
     data = {"val": val, "batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN, "std": STD}
-    alone = fit(Recorder(90), tmp_path, H5ImageDataModule(train, **data))
+    alone = fit(Recorder(216), tmp_path, H5ImageDataModule(train, **data))
     datamodule = H5ImageDataModule(train, **data)
-    make_trainer().validate(Recorder(90), datamodule, verbose=False)
-    model = Recorder(90)
+    make_trainer().validate(Recorder(216), datamodule, verbose=False)
+    model = Recorder(216)
     after = fit(model, tmp_path, datamodule, num_sanity_val_steps=1)
     assert [len(batch) for _, batch in model.evaluated["sanity"]] == [BATCH_SIZE]
     model.evaluated["sanity"].clear()

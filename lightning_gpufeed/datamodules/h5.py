@@ -11,10 +11,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_gpufeed.datamodules.resume import ResumedEpoch
 from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.loader import H5Loader
-from lightning_gpufeed.hdf5.order import parse_shuffle
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import H5Splits, Paths
 
@@ -71,13 +71,13 @@ class H5DataModule(LightningDataModule):
         self,
         train: Paths | None = None,
         *,
-        val: Paths | float | Sequence[int] | None = None,
-        test: Paths | float | Sequence[int] | None = None,
-        predict: Paths | Sequence[int] | None = None,
+        val: float | Sequence[int] | Paths | None = None,
+        test: float | Sequence[int] | Paths | None = None,
+        predict: Sequence[int] | Paths | None = None,
         keys: Mapping[str, str] | Sequence[str] | None = None,
         batch_size: int = 64,
         eval_batch_size: int | None = None,
-        shuffle: str | bool | None = "full",
+        shuffle: bool | str | None = "full",
         seed: int = 0,
         drop_last: bool = False,
         train_indices: Sequence[int] | None = None,
@@ -132,8 +132,7 @@ class H5DataModule(LightningDataModule):
         self._num_slots = num_slots
         self._pin_memory = pin_memory
         self._loaders: dict[Split, H5Loader] = {}
-        self._resumed: dict[str, Any] | None = None
-        self._switched: tuple[Any, int] | None = None
+        self._resumed: ResumedEpoch | None = None
         self._is_described = False
 
     # What each split is made of --------------------------------------------------------------------------
@@ -156,11 +155,15 @@ class H5DataModule(LightningDataModule):
         if name == "fit":
             self._forget_resumed()
         for split in _STAGE_SPLITS[name]:
-            self._splits.get(split)
-        if name == "fit" and self._splits.get("train") is None:
-            raise ValueError(f"{type(self).__name__} has no training data: train= is missing.")
+            if self._splits.get(split) is None and (name, split) != ("fit", "val"):
+                raise ValueError(self._no_data(split))
+        # Without validation data the hook has to look like one that was never written: the Trainer then says
+        # nothing of it, as with any DataModule that has none.
+        self.__dict__.pop("val_dataloader", None)
+        if self._splits.get("val") is None:
+            self.__dict__["val_dataloader"] = super().val_dataloader
 
-    def _choose_fields(self, path: str, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
+    def _choose_fields(self, path: str, split: Split, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
         """Field name -> key, from the arrays of one split, when no keys are named."""
         return {array.field_name: array.key for array in arrays}
 
@@ -171,28 +174,25 @@ class H5DataModule(LightningDataModule):
 
         Returns:
             A loader that stands where a loaded checkpoint left off.
+
+        Raises:
+            ValueError: There is no training data.
         """
         loader = self._loader("train")
-        if self._resumed is None:
-            return loader
-        # The state's order is continued in all epochs to come, also by loaders made after this one.
-        loader.seed, loader.shuffle = self._resumed["seed"], parse_shuffle(self._resumed["shuffle"])
-        epoch = self.trainer.current_epoch if self.trainer is not None else self._resumed["epoch"]
-        if epoch > self._resumed["epoch"]:
-            # Lightning may still hold the loader's own, older state and load it into this one.
-            loader.position.first_epoch = epoch
-            self._close_old_epoch(loader)
-        elif epoch == self._resumed["epoch"] or not self._has_other_sizes(loader):
-            loader.load_state_dict(self._resumed)
+        if self._resumed is not None:
+            self._resumed.continue_in(loader, self.trainer)
         return loader
 
-    def val_dataloader(self) -> H5Loader | list[Any]:
+    def val_dataloader(self) -> H5Loader:
         """Validation batches of this rank.
 
         Returns:
-            A loader in the order of the file; an empty list if there is no validation data.
+            A loader in the order of the file.
+
+        Raises:
+            ValueError: There is no validation data.
         """
-        return self._loader("val") if self._splits.get("val") is not None else []
+        return self._loader("val")
 
     def test_dataloader(self) -> H5Loader:
         """Test batches of this rank.
@@ -219,17 +219,20 @@ class H5DataModule(LightningDataModule):
     def _loader(self, split: Split) -> H5Loader:
         found = self._splits.get(split)
         if found is None:
-            raise ValueError(
-                f"{type(self).__name__} has no {split} data: give {split}=, or arrays whose names say {split!r}."
-            )
+            raise ValueError(self._no_data(split))
         source, indices = found
         is_train = split == "train"
         trainer: Any = self.trainer
         is_overfitting = trainer is not None and trainer.overfit_batches > 0
         world_size, rank = self._share()
+        batch_size = self.batch_size if is_train else self.eval_batch_size or self.batch_size
+        if not is_train:
+            # One smaller batch is nothing to warn about here.
+            num_samples = source.num_samples if indices is None else len(indices)
+            batch_size = min(batch_size, max(1, -(-num_samples // world_size)))
         loader = H5Loader(
             source,
-            self.batch_size if is_train else self.eval_batch_size or self.batch_size,
+            batch_size,
             # Overfitting means the same batches every time.
             shuffle=self.shuffle if is_train and not is_overfitting else None,
             seed=self.seed,
@@ -244,11 +247,15 @@ class H5DataModule(LightningDataModule):
         if split in self._loaders:
             self._loaders[split].close()
         self._loaders[split] = loader
-        if not self._is_described:
+        # One line, for the data that the run is about.
+        if not self._is_described and (split != "val" or trainer is None or trainer.state.fn != "fit"):
             self._is_described = True
             text = "; ".join(source.engine_lines)
             rank_zero_info(f"{type(self).__name__}: {loader.num_samples} {split} samples; {text}")
         return loader
+
+    def _no_data(self, split: Split) -> str:
+        return f"{type(self).__name__} has no {split} data: give {split}=, or arrays whose names say {split!r}."
 
     def _share(self) -> tuple[int, int]:
         """Number of data-parallel ranks and which one this is, as the strategy says."""
@@ -338,35 +345,13 @@ class H5DataModule(LightningDataModule):
             return
         loader = self._loader("train")
         loader.load_state_dict(state_dict["train"])
-        self._resumed = dict(state_dict["train"])
-        if trainer is not None and self._has_other_sizes(loader):
-            # Lightning counts the batches of an epoch once and for all. A resumed epoch with other sizes has a
-            # number of its own, so its public switch is set to make it ask again at each epoch.
-            self._switched = (trainer, trainer.reload_dataloaders_every_n_epochs)
-            trainer.reload_dataloaders_every_n_epochs = 1
-
-    def _has_other_sizes(self, loader: H5Loader) -> bool:
-        """Whether the resumed epoch was begun with another batch size or number of ranks."""
-        return self._resumed is not None and self._resumed["step_samples"] != loader.step_samples
-
-    def _close_old_epoch(self, loader: H5Loader) -> None:
-        """Let the Trainer see that an epoch saved at its last batch is over, though epochs have more batches now.
-
-        It compares the batches done with the length of an epoch, and would take them for a part of the next one.
-        """
-        trainer: Any = self.trainer
-        epoch_loop = trainer.fit_loop.epoch_loop
-        if epoch_loop.restarted_on_train_batch_end and self._has_other_sizes(loader):
-            done = epoch_loop.batch_progress.current
-            done.completed = max(done.completed, len(loader))
+        self._resumed = ResumedEpoch(state_dict["train"])
+        self._resumed.announce(loader, trainer)
 
     def _forget_resumed(self) -> None:
-        """Put back what resuming changed."""
-        self._resumed = None
-        if self._switched is not None:
-            trainer, every_n_epochs = self._switched
-            trainer.reload_dataloaders_every_n_epochs = every_n_epochs
-            self._switched = None
+        if self._resumed is not None:
+            self._resumed.forget()
+            self._resumed = None
 
     def teardown(self, stage: str) -> None:
         """End threads and close files; the next `setup` opens them again.

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.datamodules.h5 import H5DataModule
-from lightning_gpufeed.device.images import ImageLayout, ImagePreparation
+from lightning_gpufeed.device.images import ImagePreparation
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, find_image_key, find_label_key
+from lightning_gpufeed.hdf5.image_field import common_layout, image_layout, per_channel
+from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, find_image_key, find_label_key, list_arrays
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import Paths
@@ -51,9 +52,9 @@ class H5ImageDataModule(H5DataModule):
         self,
         train: Paths | None = None,
         *,
-        val: Paths | float | Sequence[int] | None = None,
-        test: Paths | float | Sequence[int] | None = None,
-        predict: Paths | Sequence[int] | None = None,
+        val: float | Sequence[int] | Paths | None = None,
+        test: float | Sequence[int] | Paths | None = None,
+        predict: Sequence[int] | Paths | None = None,
         image_key: str | None = None,
         label_key: str | None = None,
         extra_keys: Sequence[str] = (),
@@ -64,7 +65,7 @@ class H5ImageDataModule(H5DataModule):
         num_classes: int | None = None,
         batch_size: int = 64,
         eval_batch_size: int | None = None,
-        shuffle: str | bool | None = "full",
+        shuffle: bool | str | None = "full",
         seed: int = 0,
         drop_last: bool = False,
         train_indices: Sequence[int] | None = None,
@@ -130,7 +131,7 @@ class H5ImageDataModule(H5DataModule):
         if extra_keys and image_key is None:
             raise ValueError("extra_keys are given without image_key; name the images too, and the labels if any.")
         self._image_layout = image_layout
-        self._has_labels = label_key != ""
+        self._image_key = image_key
         self._label_key = label_key
         self._mean = mean
         self._std = std
@@ -163,7 +164,7 @@ class H5ImageDataModule(H5DataModule):
         if layout is None:
             raise ValueError("image_shape is known once there is data: give train=, val=, test= or predict=.")
         shape = layout.sample_shape
-        order = _image_layout(layout, self._image_layout)
+        order = image_layout(layout, self._image_layout)
         if order == "NHW":
             return (1, shape[0], shape[1])
         return (shape[2], shape[0], shape[1]) if order == "NHWC" else (shape[0], shape[1], shape[2])
@@ -186,10 +187,19 @@ class H5ImageDataModule(H5DataModule):
                 return found[0].fields[field][0]
         return None
 
-    def _choose_fields(self, path: str, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
-        """Find images and labels among the arrays of one split."""
-        image_key = find_image_key(path, arrays)
-        label_key = find_label_key(arrays, image_key) if self._has_labels else None
+    def _choose_fields(self, path: str, split: Split, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
+        """Find what is not named: the images, the labels or both, among the arrays of one split."""
+        image_key = self._image_key and self._image_key.replace("{split}", split).strip("/")
+        label_key = self._label_key and self._label_key.replace("{split}", split).strip("/")
+        if image_key is None:
+            image_key = find_image_key(path, [array for array in arrays if array.key != label_key])
+        elif label_key is None:
+            known = {array.key: array for array in list_arrays(path)}
+            if image_key in known:
+                arrays = [*(array for array in arrays if array.key != image_key), known[image_key]]
+                label_key = find_label_key(path, arrays, image_key)
+        if label_key is None and self._image_key is None:
+            label_key = find_label_key(path, arrays, image_key)
         return {"image": image_key} | ({"label": label_key} if label_key else {})
 
     # Setup -----------------------------------------------------------------------------------------------
@@ -229,9 +239,9 @@ class H5ImageDataModule(H5DataModule):
 
     def _make_preparation(self, split: Split, source: H5Source) -> ImagePreparation:
         """How the images of one split are prepared: its own axes and scale, the normalisation of the training."""
-        layout = _common_layout(source)
+        layout = common_layout(source)
         return ImagePreparation(
-            layout=_image_layout(layout, self._image_layout),
+            layout=image_layout(layout, self._image_layout),
             scale=float(layout.attributes["scale"]) if "scale" in layout.attributes else None,
             offset=float(layout.attributes.get("offset", 0.0)),
             dtype=self._precision(),
@@ -247,15 +257,17 @@ class H5ImageDataModule(H5DataModule):
         layout = self._layout_of("image")
         assert layout is not None
         computed = None
+        # A channel that never changes has no spread to divide by, and stays as it is.
         values: dict[str, tuple[float, ...] | None] = {}
-        for name, value in (("mean", self._mean), ("std", self._std)):
+        given: tuple[tuple[str, Any], ...] = (("mean", self._mean), ("std", self._std))
+        for name, value in given:
             if value is None or value == "auto":
                 stored = layout.attributes.get(name)
                 if stored is None and value == "auto":
                     computed = computed if computed is not None else self._statistics_on_all_ranks()
                     stored = computed[name]
-                value = stored
-            values[name] = None if value is None else _per_channel(name, value, self.image_shape[0])
+                value = stored if stored is None or name == "mean" else np.where(np.asarray(stored) == 0, 1.0, stored)
+            values[name] = None if value is None else per_channel(name, value, self.image_shape[0])
         if values["std"] is not None and min(values["std"]) <= 0:
             raise ValueError(f"std is {values['std']}; expected numbers above 0.")
         self._mean_and_std = values
@@ -269,14 +281,19 @@ class H5ImageDataModule(H5DataModule):
     def _statistics_on_all_ranks(self) -> dict[str, Any]:
         """Compute on rank 0, give to all; an error there is an error everywhere, not a hang."""
         trainer = self.trainer
+        if trainer is None or trainer.world_size == 1:
+            return self._statistics()
         result: dict[str, Any] = {}
-        if trainer is None or trainer.is_global_zero:
+        error: Exception | None = None
+        if trainer.is_global_zero:
             try:
                 result = self._statistics()
-            except LayoutError as error:
-                result = {"error": str(error)}
-        if trainer is not None and trainer.world_size > 1:
-            result = trainer.strategy.broadcast(result)
+            except Exception as raised:
+                error = raised
+                result = {"error": str(raised)}
+        result = trainer.strategy.broadcast(result)
+        if error is not None:
+            raise error
         if "error" in result:
             raise LayoutError(result["error"])
         return result
@@ -287,8 +304,8 @@ class H5ImageDataModule(H5DataModule):
         if found is None:
             raise ValueError("mean or std is 'auto', which is computed over the training data, but train= is missing.")
         source, indices = found
-        layout = _common_layout(source)
-        axis = {"NCHW": 0, "NHWC": 2, "NHW": None}[_image_layout(layout, self._image_layout)]
+        layout = common_layout(source)
+        axis = {"NCHW": 0, "NHWC": 2, "NHW": None}[image_layout(layout, self._image_layout)]
         mean, std = channel_statistics(source, "image", axis, indices)
         dtype = source.specs["image"].dtype
         if "scale" in layout.attributes:
@@ -297,8 +314,7 @@ class H5ImageDataModule(H5DataModule):
         elif not dtype.is_floating_point:
             full = {torch.uint8: 255.0, torch.uint16: 65535.0}.get(dtype, 1.0)
             mean, std = mean / full, std / full
-        # A channel that never changes stays as it is.
-        return {"mean": mean.tolist(), "std": np.where(std == 0, 1.0, std).tolist()}
+        return {"mean": mean.tolist(), "std": std.tolist()}
 
     # Batches ---------------------------------------------------------------------------------------------
 
@@ -350,52 +366,11 @@ class _Parts:
 
 
 def _role_keys(image_key: str | None, label_key: str | None, extra_keys: Sequence[str]) -> dict[str, str] | None:
-    """Field name -> key as far as the user named them; None to search."""
-    if image_key is None:
+    """Field name -> key if the user named them all; None if something has to be found."""
+    if image_key is None or (label_key is None and not extra_keys):
         return None
     return {
         "image": image_key,
         **({"label": label_key} if label_key else {}),
         **{key: key for key in extra_keys},
     }
-
-
-def _common_layout(source: H5Source) -> H5DatasetLayout:
-    """Layout of the images, after making sure that all files of a split mean the same by their numbers."""
-    first, *others = source.fields["image"]
-    for other in others:
-        for name in ("layout", "scale", "offset"):
-            here, there = (np.asarray(one.attributes.get(name)).tolist() for one in (first, other))
-            if here != there:
-                raise LayoutError(
-                    f"{other.path}: images {other.key!r} have the attribute {name} = {there!r}, but {first.path} has "
-                    f"{here!r}. Files used as one dataset must agree; pack them alike."
-                )
-    return first
-
-
-def _image_layout(layout: H5DatasetLayout, wanted: str) -> ImageLayout:
-    """Axes of the stored images, given or judged."""
-    shape = layout.sample_shape
-    stored = layout.attributes.get("layout")
-    stored = stored.decode() if isinstance(stored, bytes) else stored
-    choice = wanted if wanted != "auto" else str(stored) if stored in ("NCHW", "NHWC", "NHW") else None
-    if choice is None and len(shape) == 2:
-        choice = "NHW"
-    if choice is None and len(shape) == 3:
-        first, last = shape[0] in (1, 2, 3, 4), shape[2] in (1, 2, 3, 4)
-        choice = "NCHW" if first and not last else "NHWC" if last and not first else None
-    if choice is None or len(shape) != len(choice) - 1:
-        raise LayoutError(
-            f"{layout.path}: images {layout.key!r} have samples of shape {shape}, whose axes are "
-            f"{'not clear' if choice is None else f'not {choice}'}. Give image_layout='NCHW', 'NHWC' or 'NHW'."
-        )
-    return choice  # type: ignore[return-value]
-
-
-def _per_channel(name: str, value: Any, channels: int) -> tuple[float, ...]:
-    """One number per channel."""
-    numbers = np.asarray(value, dtype=np.float64).reshape(-1)
-    if len(numbers) not in (1, channels) or not np.isfinite(numbers).all():
-        raise ValueError(f"{name} is {value!r}; expected one finite number, or one for each of {channels} channels.")
-    return tuple(float(number) for number in np.broadcast_to(numbers, (channels,)))

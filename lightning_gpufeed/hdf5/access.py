@@ -51,11 +51,18 @@ class FileStamp:
     inode: int
 
     def has_shrunk(self) -> bool:
-        """Whether the file is gone or shorter now: HDF5 reads what is missing as zeros, without an error."""
+        """Whether this very file is shorter now: HDF5 reads what is missing as zeros, without an error.
+
+        A file that was replaced or removed is still whole for those who have it open.
+
+        Returns:
+            True if so.
+        """
         try:
-            return os.stat(self.path).st_size < self.size_bytes
+            status = os.stat(self.path)
         except FileNotFoundError:
-            return True
+            return False
+        return status.st_ino == self.inode and status.st_size < self.size_bytes
 
     @classmethod
     def of(cls, path: StrPath) -> FileStamp:

@@ -64,13 +64,14 @@ class BlockReader:
             return
         target = out.view(len(indices), -1).view(torch.uint8)
         reads = plan_block_reads(indices, self._num_samples, self._block_rows)
-        for number in {read.file_index for read in reads}:
-            refuse_changed_surroundings(self._layouts[number])
         for read in reads:
             with self._lock:
                 block = self._block(read)
             rows = block.index_select(0, torch.from_numpy(read.rows))
             target.index_copy_(0, torch.from_numpy(read.slots), rows)
+        # Looked at afterwards: what is whole now was whole when it was read.
+        for number in {read.file_index for read in reads}:
+            refuse_changed_surroundings(self._layouts[number])
 
     def _block(self, read: BlockRead) -> torch.Tensor:
         """One block as uint8 (rows, sample_bytes), from the cache or the file."""
@@ -102,6 +103,13 @@ class BlockReader:
             raise FeedError("the reader is closed; open another one.")
         if file_index not in self._open:
             layout = self._layouts[file_index]
+            refuse_changed_surroundings(layout)
+            for stamp in layout.stamps:
+                if difference := stamp.difference():
+                    raise FeedError(
+                        f"{stamp.path} {difference} since its layout was read, so its samples may lie elsewhere now. "
+                        f"Build the loader or DataModule again to use the new file."
+                    )
             h5_file = self._files.enter_context(open_file(layout.path))
             self._open[file_index] = open_h5_dataset(h5_file, layout.key)
         return self._open[file_index]
@@ -126,10 +134,13 @@ def refuse_changed_surroundings(layout: H5DatasetLayout) -> None:
         FeedError: A file it depends on is gone or became shorter, or the current directory changed and matters.
     """
     for stamp in layout.stamps:
-        if stamp.has_shrunk():
+        # The named file is held open; the others are opened by HDF5 when it likes.
+        is_lost = stamp.path not in (layout.path, layout.storage_path) and not os.path.exists(stamp.path)
+        if is_lost or stamp.has_shrunk():
             raise FeedError(
                 f"{stamp.path} {stamp.difference() or 'changed'} while it was read; HDF5 would return zeros for "
-                f"what is missing. Write new data to another file and rename it; never change a file in place during training."
+                f"what is missing. Write new data to another file and rename it; never change a file in place during "
+                f"training."
             )
     if layout.directory is not None and os.getcwd() != layout.directory:
         raise FeedError(

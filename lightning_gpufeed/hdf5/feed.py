@@ -202,6 +202,10 @@ class Feed(Generic[T]):
         """Whether `next` would return, or raise, without waiting. Costs no lock; never blocks."""
         return bool(self._ring.ready) or self._ring.is_exhausted or self._ring.is_stopping
 
+    def stop_soon(self) -> None:
+        """Tell the thread to end, without waiting for it. Safe to call from anywhere, the garbage collector too."""
+        _signal(self._ring)
+
     def close(self) -> None:
         """End the thread and wait for it; the items not handed out are dropped. Closing twice is allowed."""
         with self._ring.changed:

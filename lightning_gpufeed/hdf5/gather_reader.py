@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -104,17 +103,12 @@ class _Mapping:
     """The files, open and mapped, and the view over all of them. Closed by its last reference."""
 
     def __init__(self, layouts: Sequence[H5DatasetLayout], sample_bytes: int) -> None:
-        self._files = ExitStack()
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close_all, self._descriptors)
         self._maps: list[mmap.mmap] = []
         self._guards: list[tuple[int, int, str]] = []
         self.addresses: list[int] = []
-        end = 0
-        try:
-            for layout in layouts:
-                end = max(end, self._map(layout))
-        except BaseException:
-            self._files.close()
-            raise
+        end = max(self._map(layout) for layout in layouts)
         self.base = min(self.addresses)
         span = end - self.base
         # The bytes between two mappings are never touched: no position leads there.
@@ -123,18 +117,18 @@ class _Mapping:
 
     def _map(self, layout: H5DatasetLayout) -> int:
         """Map one file; returns the address behind its end."""
-        file = Path(layout.storage_path).open("rb", buffering=0)  # noqa: SIM115 - open as long as the mapping
-        self._files.enter_context(file)
-        status = os.fstat(file.fileno())
+        descriptor = os.open(layout.storage_path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptors.append(descriptor)
+        status = os.fstat(descriptor)
         stamp = next(stamp for stamp in layout.stamps if stamp.path == layout.storage_path)
         if (status.st_size, status.st_mtime_ns, status.st_ino) != (stamp.size_bytes, stamp.mtime_ns, stamp.inode):
             raise FeedError(
                 f"{stamp.path} changed between reading its layout and opening it, so its samples may lie elsewhere "
                 f"now. Build the loader or DataModule again to use the new file."
             )
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         self._maps.append(mapped)
-        self._guards.append((file.fileno(), status.st_size, layout.storage_path))
+        self._guards.append((descriptor, status.st_size, layout.storage_path))
         self.addresses.append(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
         return self.addresses[-1] + status.st_size
 
@@ -149,5 +143,7 @@ class _Mapping:
                     f"Write new data to another file and rename it; never change a file in place during training."
                 )
 
-    def __del__(self) -> None:
-        self._files.close()
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

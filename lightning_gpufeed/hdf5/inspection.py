@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from lightning_gpufeed.hdf5.keys import ArrayInfo, find_image_key, find_label_ke
 from lightning_gpufeed.hdf5.labels import describe_labels
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage, read_layout
 from lightning_gpufeed.hdf5.order import FullShuffle
-from lightning_gpufeed.hdf5.reader import ResidentReader, open_reader
+from lightning_gpufeed.hdf5.reader import is_resident
 from lightning_gpufeed.hdf5.report import (
     Advice,
     DatasetReport,
@@ -106,7 +106,7 @@ class _Inspection:
         try:
             layout = read_layout(self._path, key)
         except (LayoutError, OSError, RuntimeError, TypeError, ValueError) as error:  # the latter are h5py's
-            self._problems[key] = str(error).removeprefix(f"{os.path.abspath(self._path)}: ")
+            self._note(key, error)
             return None
         if not layout.num_samples:
             self._problems[key] = f"it holds no samples (shape {layout.shape})"
@@ -154,8 +154,8 @@ class _Inspection:
         per_axis = [-(-n // c) for n, c in zip(sample, chunk[1:], strict=True)] if chunk else []
         padded = math.prod(n * c for n, c in zip(per_axis, chunk[1:], strict=True)) if chunk else 1
         engine, reason = str(layout.engine), layout.engine_reason
-        if not layout.is_tensor or self._is_kept_in_memory(layout):
-            engine, reason = "memory", f"read once and kept ({reason})"
+        if is_resident([layout], _MEMORY_BYTES):
+            engine, reason = "memory", "read once and kept" + ("" if layout.is_tensor else f": {reason}")
         return DatasetReport(
             key=layout.key,
             shape=layout.shape,
@@ -182,17 +182,15 @@ class _Inspection:
         try:
             return read()
         except FeedError as error:
-            self._problems[key] = str(error)
+            self._note(key, error)
             return None
 
-    def _is_kept_in_memory(self, layout: H5DatasetLayout) -> bool:
-        """Ask the loader's own choice of reader; a small array is read for that."""
-        reader = self._unless_damaged(
-            layout.key, lambda: open_reader([layout], resident_bytes=_MEMORY_BYTES, cache_bytes=0)
-        )
-        if reader is not None:
-            reader.close()
-        return isinstance(reader, ResidentReader)
+    def _note(self, key: str, error: Exception) -> None:
+        """Keep a reason; that of the first failure says most. The report names the file already."""
+        text = str(error)
+        for name in (self._path, os.path.abspath(self._path)):
+            text = text.removeprefix(f"{name}: ")
+        self._problems.setdefault(key, text)
 
     def _labels_of(self, split: _Split) -> LabelReport | None:
         label = split.label
@@ -292,11 +290,12 @@ def _find_splits(path: str, layouts: Sequence[H5DatasetLayout]) -> list[_Split]:
     splits = []
     for group in groups.values():
         members = tuple(by_key[array.key] for array in group)
-        try:
+        main, label = None, None
+        with suppress(LayoutError):  # none can be told for the images, or for the labels
             main = find_image_key(path, group)
-        except LayoutError:  # no images, or several
-            main = max(members, key=lambda layout: layout.total_bytes).key
-        label = find_label_key(group, main)
+        main = main or max(members, key=lambda layout: layout.total_bytes).key
+        with suppress(LayoutError):
+            label = find_label_key(path, group, main)
         splits.append(_Split(by_key[main], by_key[label] if label else None, members))
     return splits
 

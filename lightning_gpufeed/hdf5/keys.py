@@ -80,8 +80,12 @@ class ArrayInfo:
     @property
     def field_name(self) -> str:
         """The key without the word that names the split, as the name of a field."""
-        words = [word for word in re.split(r"([^A-Za-z0-9]+)", self.key) if word.lower() not in _SPLIT_WORDS]
-        return re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", "".join(words)) or self.key
+        parts = re.split(r"([^A-Za-z0-9]+)", self.key)
+        kept: list[str] = []
+        for word, separator in zip(parts[::2], [*parts[1::2], ""], strict=True):
+            if word and word.lower() not in _SPLIT_WORDS:
+                kept += [word, separator]
+        return "".join(kept[:-1]) or self.key
 
     @property
     def is_image_like(self) -> bool:
@@ -169,26 +173,35 @@ def find_image_key(path: str, arrays: Iterable[ArrayInfo]) -> str:
     raise LayoutError(f"{path}: {what}. Name one with image_key=; the file has: {describe(arrays)}.")
 
 
-def find_label_key(arrays: Iterable[ArrayInfo], image_key: str) -> str | None:
+def find_label_key(path: str, arrays: Iterable[ArrayInfo], image_key: str) -> str | None:
     """Find the labels or masks that belong to the images.
 
     Args:
-        arrays: Candidates.
+        path: For the message.
+        arrays: Candidates, the images among them.
         image_key: The images.
 
     Returns:
         The key of the array of the same length whose name says so, else of the only 1-D array of integers of
         that length, else None.
+
+    Raises:
+        LayoutError: Several could be the labels.
     """
     arrays = list(arrays)
     length = next(array.shape[0] for array in arrays if array.key == image_key)
     others = [array for array in arrays if array.key != image_key and array.shape[0] == length]
     others = [array for array in others if array.kind in "biuf"]
-    named = _by_word(others, _LABEL_WORDS)
-    if named is not None:
-        return named.key
+    named = [array for array in others if set(array.words) & set(_LABEL_WORDS)]
     plain = [array for array in others if array.kind in "biu" and int(np.prod(array.shape[1:])) == 1]
-    return plain[0].key if len(plain) == 1 else None
+    best = _by_word(named, _LABEL_WORDS)
+    candidates = [best] if best is not None else named or plain
+    if len(candidates) > 1:
+        raise LayoutError(
+            f"{path}: several arrays could be the labels: {describe(candidates)}. Name one with label_key=, or say "
+            f'label_key="" for none.'
+        )
+    return candidates[0].key if candidates else None
 
 
 def _by_word(arrays: Iterable[ArrayInfo], words: tuple[str, ...]) -> ArrayInfo | None:

@@ -67,13 +67,13 @@ def window_variety(labels: Array, *, window_samples: int = WINDOW_SAMPLES, batch
         batch_size: Samples per batch.
 
     Returns:
-        Above 0, at most 1; the mean over 64 batches evenly spread over an epoch, the same in every call.
+        Above 0, at most 1; the mean over 64 batches spread evenly over an epoch, the same in every call.
     """
     num_samples = len(labels)
     batch_size = min(batch_size, num_samples)
     shuffle = WindowShuffle(window_samples)
     found = []
-    starts = np.linspace(0, num_samples - batch_size, _NUM_BATCHES).round().astype(np.int64)
+    starts = np.linspace(0, num_samples // batch_size - 1, _NUM_BATCHES).round().astype(np.int64) * batch_size
     for number, start in enumerate(starts.tolist()):
         # A sample moves by less than a window, so this stretch holds all that the batch can be made of, and the
         # batch comes at the same place of the stretch's order as in the order of the whole file.

@@ -314,7 +314,7 @@ def _pick_engine(
     """Choose the engine and say why."""
     dtype, chunks = h5_dataset.dtype, h5_dataset.chunks
     if dtype.kind not in "biufc":
-        return Engine.H5PY, "values of variable length or strings lie outside the dataset's own storage"
+        return Engine.H5PY, "strings and values of variable length are read once, through HDF5"
     if storage is Storage.VIRTUAL:
         return Engine.H5PY, "a virtual dataset is put together from other datasets by HDF5"
     if storage is Storage.EXTERNAL:

@@ -3,7 +3,8 @@
 HDF5 fills in for what it cannot find: a virtual dataset whose source moved, or a short external file, reads as fill
 values without an error. A model would train on black images.
 
-Source: search order of virtual sources as HDF5 2.0 does it: beside the virtual file (links resolved), then as named.
+Source: search order of virtual sources as HDF5 2.0 was seen to have it: an absolute name as it is; else, by its last
+part, beside the virtual file as it was opened, in the current directory, beside the virtual file with links resolved.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class Dependencies:
     Attributes:
         stamps: Absolute path -> stamp of each file, the one the user named first.
         directory: The current directory, if a file is found only relative to it; None otherwise.
+        followed: (virtual file, source file, source dataset) already looked at: one source may be mapped many times.
     """
 
     stamps: dict[str, FileStamp] = field(default_factory=dict)
     directory: str | None = None
+    followed: set[tuple[str, str, str]] = field(default_factory=set)
 
     def add(self, path: str) -> None:
         """Note a file.
@@ -78,9 +81,12 @@ def _follow(h5_dataset: Any, found: Dependencies, above: tuple[tuple[str, str], 
         for source in h5_dataset.virtual_sources():
             _follow_virtual(h5_dataset, own, source, found, (*above, here))
     dcpl = h5_dataset.id.get_create_plist()
+    rest = h5_dataset.nbytes
     for index in range(dcpl.get_external_count()):
         name, offset, size = dcpl.get_external(index)
-        _check_external(h5_dataset, os.fsdecode(name), offset, size, found)
+        held = rest if size in (h5py.h5s.UNLIMITED, -1) else min(rest, size)
+        _check_external(h5_dataset, os.fsdecode(name), offset + held, found)
+        rest -= held
 
 
 def _follow_virtual(
@@ -90,6 +96,10 @@ def _follow_virtual(
     if re.search(r"(?<!%)%\d*b", source.file_name + source.dset_name):
         # A numbered family of sources may grow; which members exist is the writer's business.
         return
+    mapped = (own, source.file_name, source.dset_name)
+    if mapped in found.followed:
+        return
+    found.followed.add(mapped)
     if source.file_name == ".":
         _follow_source(h5_dataset, h5_dataset.file, "the same file", source.dset_name, found, above)
         return
@@ -105,9 +115,11 @@ def _follow_virtual(
 
 def _locate(own: str, name: str, found: Dependencies) -> str | None:
     """Where HDF5 finds a source file, None where it does not."""
-    folder = os.path.dirname(os.path.realpath(own))
-    beside = os.path.join(folder, os.path.basename(name) if os.path.isabs(name) else name)
-    for candidate in (name, beside) if os.path.isabs(name) else (beside, name):
+    bare = os.path.basename(name) if os.path.isabs(name) else name
+    opened, real = os.path.dirname(own), os.path.dirname(os.path.realpath(own))
+    candidates = [name] if os.path.isabs(name) else []
+    candidates += [os.path.join(opened, bare), bare, os.path.join(real, bare)]
+    for candidate in candidates:
         if os.path.isfile(candidate):
             if not os.path.isabs(candidate):
                 found.directory = os.getcwd()
@@ -137,7 +149,7 @@ def _gone(h5_dataset: Any, what: str) -> str:
     )
 
 
-def _check_external(h5_dataset: Any, name: str, offset: int, size: int, found: Dependencies) -> None:
+def _check_external(h5_dataset: Any, name: str, needed: int, found: Dependencies) -> None:
     """Check that an external raw file is there and long enough."""
     owner = h5_dataset.file.filename
     if not os.path.isfile(name):
@@ -147,7 +159,6 @@ def _check_external(h5_dataset: Any, name: str, offset: int, size: int, found: D
         )
     if not os.path.isabs(name):
         found.directory = os.getcwd()
-    needed = offset + min(h5_dataset.nbytes, h5_dataset.nbytes if size in (h5py.h5s.UNLIMITED, -1) else size)
     actual = os.path.getsize(name)
     if actual < needed:
         raise LayoutError(

@@ -102,11 +102,14 @@ class H5Loader:
         self.position = EpochPosition()
         self.statistics = FeedStatistics()
         self._pool: HostBufferPool | None = None
+        self._feed: Feed[Batch] | None = None
         self._running: weakref.ref[_Iteration] | None = None
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1} for world_size {world_size}.")
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory=True, but torch finds no GPU to pin memory for; leave it at None.")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed is {seed}; expected 0 to {2**32 - 1}.")
         if EpochPlan(self.num_samples, batch_size, world_size, drop_last).step_samples > self.num_samples:
@@ -124,12 +127,15 @@ class H5Loader:
             )
 
     def __len__(self) -> int:
-        """Batches of this rank in the coming epoch.
+        """Batches of this rank in the epoch that runs or, between two, in the coming one.
 
         Returns:
             In an epoch resumed with other sizes: those handed out before plus those to come.
         """
-        return self.position.steps_done + self._plan(self.position.samples_consumed).num_steps
+        to_come = self._plan(self.position.samples_consumed).num_steps
+        if not to_come and self.position.is_begun:
+            return self._plan(0).num_steps
+        return self.position.steps_done + to_come
 
     @property
     def step_samples(self) -> int:
@@ -166,14 +172,16 @@ class H5Loader:
 
     def is_ready(self) -> bool:
         """Whether the next batch can be had without waiting. False before the first batch of an epoch."""
-        running = self._running() if self._running is not None else None
-        return running is not None and running.is_ready()
+        return self._feed is not None and self._feed.is_ready()
 
     def _stop_running(self) -> None:
+        """End the iteration that runs, if any, and wait for its thread, dropped by its user or not."""
         running = self._running() if self._running is not None else None
         if running is not None:
-            running.close()
-        self._running = None
+            running.is_replaced = True
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = self._running = None
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the last batch handed out.
@@ -244,7 +252,7 @@ class H5Loader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but buffers and the running iteration."""
-        return {**self.__dict__, "_pool": None, "_running": None}
+        return {**self.__dict__, "_pool": None, "_feed": None, "_running": None}
 
     def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
         """Begin the epoch that the position says, in a new thread; ends the iteration that runs, if any."""
@@ -266,7 +274,9 @@ class H5Loader:
             # The ring, the batch the caller works on, and the one it is about to drop.
             self._pool = HostBufferPool(self.source.specs, most_rows, self._num_slots + 2, is_pinned=is_pinned)
         produce = _Producer(self, self.position.epoch, plan, self._pool)
-        return Feed(produce, plan.num_steps, self._num_slots), plan
+        self._feed = Feed(produce, plan.num_steps, self._num_slots)
+        weakref.finalize(iteration, self._feed.stop_soon)
+        return self._feed, plan
 
 
 class _Producer:
@@ -299,7 +309,7 @@ class _Iteration:
         self._feed: Feed[Batch] | None = None
         self._plan: EpochPlan | None = None
         self._step = 0
-        self._is_replaced = False
+        self.is_replaced = False
         self._is_over = False
 
     def __iter__(self) -> Self:
@@ -309,7 +319,7 @@ class _Iteration:
         loader = self._loader
         if self._is_over:
             raise StopIteration
-        if self._is_replaced:
+        if self.is_replaced:
             raise FeedError(
                 "this iteration was ended because another one over the same loader began, or the loader was closed. "
                 "Make a second H5Loader to read twice at the same time."
@@ -331,14 +341,6 @@ class _Iteration:
         feed.statistics.num_bytes += sum(t.nbytes for t in batch.values() if isinstance(t, torch.Tensor))
         loader.statistics = feed.statistics
         return batch if loader._to_batch is None else loader._to_batch(batch)
-
-    def is_ready(self) -> bool:
-        return self._feed is not None and self._feed.is_ready()
-
-    def close(self) -> None:
-        self._is_replaced = self._feed is not None
-        if self._feed is not None:
-            self._feed.close()
 
 
 def _check_indices(indices: npt.ArrayLike | None, num_samples: int) -> npt.NDArray[np.int64] | None:

@@ -17,6 +17,7 @@ class EpochPosition:
     Attributes:
         epoch: The epoch running, or to come.
         samples_consumed: Samples of it that all ranks together were handed.
+        is_begun: Whether an iteration over this epoch has begun.
         first_epoch: Positions in earlier epochs are over; `H5Loader.load_state_dict` passes them by.
         steps_done: Batches of it that each rank was handed.
     """
@@ -27,7 +28,7 @@ class EpochPosition:
         self.samples_consumed = 0
         self.steps_done = 0
         self.first_epoch = 0
-        self._is_begun = False
+        self.is_begun = False
         self._is_epoch_set = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -36,7 +37,7 @@ class EpochPosition:
         Args:
             epoch: Counts from 0.
         """
-        if epoch != self.epoch or self._is_begun:
+        if epoch != self.epoch or self.is_begun:
             self.load(epoch, 0, 0)
         self._is_epoch_set = True
 
@@ -51,7 +52,7 @@ class EpochPosition:
         self.epoch = epoch
         self.samples_consumed = samples_consumed
         self.steps_done = steps_done
-        self._is_begun = False
+        self.is_begun = False
         self._is_epoch_set = False
 
     def begin(self, is_over: bool) -> int:
@@ -63,9 +64,9 @@ class EpochPosition:
         Returns:
             Samples of the epoch that are used already.
         """
-        if self._is_begun or (is_over and not self._is_epoch_set):
+        if self.is_begun or (is_over and not self._is_epoch_set):
             self.load(self.epoch + 1, 0, 0)
-        self._is_begun = True
+        self.is_begun = True
         self._is_epoch_set = False
         return self.samples_consumed
 

@@ -224,6 +224,14 @@ def bytes_text(num_bytes: float) -> str:
     return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _wrap(label: str, text: str) -> list[str]:
     """A label in the left column and text beside it."""
     return textwrap.wrap(
@@ -243,9 +251,9 @@ def _file_text(report: FileReport) -> str:
     if report.format_version is not None:
         parts.append(f"packed by gpufeed {report.written_by} (format {report.format_version})")
     if report.num_checksums:
-        parts.append(f"checksums of {report.num_checksums:,} chunks")
+        parts.append(f"checksums of {_count(report.num_checksums, 'chunk')}")
     if report.num_skipped:
-        parts.append(f"{report.num_skipped:,} samples of its source were skipped")
+        parts.append(f"{_count(report.num_skipped, 'sample')} of the source left out")
     return ", ".join(parts)
 
 
@@ -253,19 +261,20 @@ def _dataset_texts(dataset: DatasetReport) -> Iterator[tuple[str, str]]:
     if dataset.chunk_shape is None:
         yield "  stored", dataset.storage
     else:
-        size = bytes_text(dataset.chunk_bytes or 0)
-        edge = "; the last one partly filled" if dataset.has_edge_chunk else ""
-        yield "  chunk", f"{dataset.chunk_shape}: {dataset.chunk_samples} samples, {size}; {dataset.num_chunks:,}{edge}"
+        samples, size = _count(dataset.chunk_samples or 0, "sample"), bytes_text(dataset.chunk_bytes or 0)
+        edge = ", the last one partly filled" if dataset.has_edge_chunk else ""
+        yield "  chunk", f"{dataset.chunk_shape}: {samples}, {size}; {_count(dataset.num_chunks, 'chunk')}{edge}"
     if dataset.chunks_per_sample > 1 or dataset.read_ratio > 1:
         yield (
             "  split",
-            f"a sample takes {dataset.chunks_per_sample} chunks; {dataset.read_ratio:.2f} times its bytes are read",
+            f"a sample takes {_count(dataset.chunks_per_sample, 'chunk')}, "
+            f"{dataset.read_ratio:.2f} times its bytes are read",
         )
     if dataset.filters:
         yield "  filters", ", ".join(dataset.filters)
     if dataset.num_missing_chunks:
-        what = "chunks were" if dataset.chunk_shape else "block was"
-        yield "  missing", f"{dataset.num_missing_chunks:,} {what} never written and read as the fill value"
+        missing = _count(dataset.num_missing_chunks, "chunk" if dataset.chunk_shape else "block")
+        yield "  missing", f"{missing} never written: reads as the fill value"
     if dataset.source_paths:
         yield "  made of", ", ".join(dataset.source_paths)
     yield "  engine", f"{dataset.engine}: {dataset.engine_reason}"
@@ -274,15 +283,15 @@ def _dataset_texts(dataset: DatasetReport) -> Iterator[tuple[str, str]]:
 def _measured_texts(report: FileReport) -> Iterator[tuple[str, str]]:
     for labels in report.labels:
         few, many = labels.min_per_class, labels.max_per_class
-        each = f"{few:,} samples each" if few == many else f"{few:,} to {many:,} samples each"
+        each = f"{_count(many, 'sample')} each" if few == many else f"{few:,} to {many:,} samples each"
         yield (
             "classes",
-            f"{labels.key}: {labels.order}; {labels.num_classes:,} classes, {each}; a batch of 256 from a window of "
-            f"1024 holds {labels.window_variety:.0%} of the classes of a full shuffle's batch",
+            f"{labels.key}: {labels.order}; {_count(labels.num_classes, 'class', 'classes')}, {each}; a batch of 256 "
+            f"from a window of 1024 holds {_percent(labels.window_variety)} of the classes of a full shuffle's batch",
         )
     if report.main_key is not None:
         share = report.cached_share
-        yield "page cache", f"{'unknown' if share is None else f'about {share:.0%}'} of {report.main_key}"
+        yield "page cache", f"{'unknown share' if share is None else f'about {_percent(share)}'} of {report.main_key}"
     if (probe := report.probe) is not None:
         again = f"; read {probe.num_passes:.1f} times over, so from memory" if probe.num_passes > 1 else ""
         yield (

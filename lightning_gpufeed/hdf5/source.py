@@ -111,7 +111,10 @@ class H5Source:
         lines = []
         for name, layouts in self.fields.items():
             slow = next((layout for layout in layouts if layout.engine is Engine.H5PY), layouts[0])
-            lines.append(f"{name}: {slow.engine} ({slow.engine_reason})")
+            if is_resident(layouts, self._resident_bytes):
+                lines.append(f"{name}: read once and kept in memory")
+            else:
+                lines.append(f"{name}: {slow.engine} ({slow.engine_reason})")
         return lines
 
     @property
@@ -229,6 +232,7 @@ class H5Source:
             Hexadecimal digits.
         """
         if self._digest is None:
+            was_open = bool(self._readers or self._objects)
             picked = np.unique(np.linspace(0, self.num_samples - 1, _DIGEST_SAMPLES).round().astype(np.int64))
             crc = zlib.crc32(repr(self.num_samples).encode())
             for name in sorted(self.fields):
@@ -236,10 +240,12 @@ class H5Source:
                 crc = zlib.crc32(f"{name} {spec}".encode(), crc)
                 if spec is None:
                     values = self._object_field(name)
-                    crc = zlib.crc32(repr([values[index] for index in picked]).encode(), crc)
+                    crc = zlib.crc32(b"".join(_as_bytes(values[index]) for index in picked.tolist()), crc)
                 else:
                     crc = zlib.crc32(self.read_field(name, picked).numpy().tobytes(), crc)
             self._digest = f"{crc:08x}"
+            if not was_open:
+                self.close()
         return self._digest
 
     def close(self) -> None:
@@ -248,6 +254,15 @@ class H5Source:
             reader.close()
         self._readers.clear()
         self._objects.clear()
+
+
+def _as_bytes(value: Any) -> bytes:
+    """A string, a tensor of any length, or a list of these, without ambiguity."""
+    if isinstance(value, list):
+        return b"[" + b",".join(_as_bytes(part) for part in value) + b"]"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}".encode() + value.numpy().tobytes()
+    return repr(value).encode()
 
 
 def _own(value: Any) -> Any:

@@ -17,15 +17,16 @@ from lightning_gpufeed.hdf5.source import H5Source
 
 __all__ = ["H5Splits", "Origin", "Paths"]
 
-Paths = StrPath | Sequence[StrPath]
-Origin = Paths | float | Sequence[int] | None
+# A command line or a YAML file is read as the first type that fits, and text fits everything: it stands last.
+Paths = Sequence[StrPath] | StrPath
+Origin = float | Sequence[int] | Paths | None
 """A path or several; a fraction of the training samples; sample numbers; or None to look in the training file."""
 
 Indices = npt.NDArray[np.int64]
 Found = tuple[H5Source, Indices | None]
 """A source and which of its samples to use, None for all."""
 
-ChooseFields = Callable[[str, Sequence[ArrayInfo]], dict[str, str]]
+ChooseFields = Callable[[str, Split, Sequence[ArrayInfo]], dict[str, str]]
 
 
 class H5Splits:
@@ -50,7 +51,7 @@ class H5Splits:
         Args:
             origins: Split -> where its data comes from.
             keys: Datasets: names, or field name -> key, `{split}` standing for the split's name; None to search.
-            choose_fields: (path, arrays of one split) -> field name -> key; used when `keys` is None.
+            choose_fields: (path, split, arrays of that split) -> field name -> key; used when `keys` is None.
             train_indices: Use only these samples of the training files.
             seed: Decides the fractions.
             stratify_by: Field of class numbers that fractions keep the proportions of.
@@ -64,7 +65,7 @@ class H5Splits:
         if sum(fractions.values()) >= 1:
             text = " and ".join(f"{split}={fraction}" for split, fraction in fractions.items())
             raise ValueError(f"{text} together leave nothing to train on; expected a sum below 1.")
-        self.origins = dict(origins)
+        self.origins = {split: _kept(origin) for split, origin in origins.items()}
         self._keys = keys
         self._choose_fields = choose_fields
         self._train_indices = train_indices
@@ -131,7 +132,12 @@ class H5Splits:
                 taken, _ = take_indices(everything, origin, split)
             elif isinstance(origin, float):
                 labels = None if self._stratify_by is None else self._classes(source)[rest]
-                taken, rest = take_fraction(rest, origin * num_available / max(1, len(rest)), self._seed, labels)
+                if origin * num_available > len(rest) - 1:
+                    raise ValueError(
+                        f"{split}={origin} asks for {round(origin * num_available)} samples, but only {len(rest)} are "
+                        f"left and some have to stay for training. Make the splits smaller."
+                    )
+                taken, rest = take_fraction(rest, origin * num_available / len(rest), self._seed, labels)
             else:
                 taken, rest = take_indices(rest, origin, split)
             divided[split] = (source, taken)
@@ -167,7 +173,7 @@ class H5Splits:
             for name, key in named.items()
         }
         known = {array.key for array in list_arrays(first)}
-        return filled if is_own_file or set(filled.values()) <= known else None
+        return filled if is_own_file or {key.strip("/") for key in filled.values()} <= known else None
 
     def _found_keys(self, split: Split, path: str, is_own_file: bool) -> dict[str, str] | None:
         """Choose keys when none are named."""
@@ -180,7 +186,7 @@ class H5Splits:
             raise LayoutError(
                 f"{path}: no arrays found for {split!r}. Name them with keys=; the file has: {describe(arrays)}."
             )
-        return self._choose_fields(path, group)
+        return self._choose_fields(path, split, group)
 
 
 def _is_carved(origin: Any) -> bool:
@@ -196,6 +202,11 @@ def _as_paths(origin: Any) -> list[StrPath] | None:
         return None
     paths = [one for one in origin if isinstance(one, str | os.PathLike)]
     return paths if paths and len(paths) == len(origin) else None
+
+
+def _kept(origin: Any) -> Origin:
+    """An origin that can be looked at twice: an iterator is read into a list."""
+    return origin if origin is None or isinstance(origin, float | str | os.PathLike) else list(origin)
 
 
 def _refuse_odd_origin(split: Split, origin: Any) -> None:

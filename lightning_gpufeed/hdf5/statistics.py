@@ -58,7 +58,9 @@ def channel_statistics(
         else:
             # Values are taken relative to the first block's mean, so that the squares do not cancel.
             exact = flat.astype(np.float64)
-            shift = exact.mean(axis=1) if shift is None else shift
+            if shift is None:
+                # A whole number keeps the sums of integers exact.
+                shift = exact.mean(axis=1).round() if block.dtype.kind in "iu" else exact.mean(axis=1)
             total = total + (exact - shift[:, None]).sum(axis=1)
             squares = squares + ((exact - shift[:, None]) ** 2).sum(axis=1)
         count += flat.shape[1]

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -263,13 +263,12 @@ class _Packing:
     def _packed_field(self, plan: FieldPlan) -> PackedField:
         """The report on a dataset."""
         shape = (self._journal.num_rows, *plan.sample_shape)
-        attributes = self._reader.attributes(plan.key)
-        return PackedField(shape, plan.dtype, plan.rows_per_chunk, plan.chunk_bytes, attributes)
+        told = self._reader.attributes(plan.key)
+        return PackedField(shape, plan.dtype, plan.rows_per_chunk, plan.chunk_bytes, told)
 
     def _go_on(self) -> bool:
         """Take up the journal of an interrupted call, if it fits."""
-        found = Journal.load(self._paths.journal)
-        if found is None:
+        if (found := Journal.load(self._paths.journal)) is None:
             return False
         reason = found.difference(self._journal.source, self._journal.options)
         if reason is None:
@@ -279,7 +278,8 @@ class _Packing:
             warnings.warn(f"{self._paths.partial} is begun anew, not continued: {reason}", stacklevel=4)
             return False
         self._journal, self._saved_position = found, found.position
-        check_space(self._paths, self._needed_bytes)
+        if found.stage is Stage.WRITING:
+            check_space(self._paths, self._needed_bytes)
         return True
 
     def _start(self) -> None:
@@ -297,26 +297,26 @@ class _Packing:
 
     def _write(self) -> None:
         """Write the rows that are missing."""
-        journal = self._journal
-        offsets = chunk_offsets(self._paths.partial, self._plans)
+        journal, offsets = self._journal, chunk_offsets(self._paths.partial, self._plans)
         descriptor = os.open(self._paths.partial, os.O_RDWR | os.O_CLOEXEC)
         saved_at, unsaved_bytes = time.monotonic(), 0
         try:
-            for block in self._reader.blocks(journal.position):
-                with self._writing():
-                    for plan in self._plans:
-                        key = plan.key
-                        crc32 = journal.crc32[key]
-                        write_rows(descriptor, block.values[key], plan, journal.num_rows, offsets[key], crc32)
-                journal.skipped.extend([error.name, error.reason] for error in block.errors)
-                journal.num_rows += block.num_rows
-                journal.position = block.position
-                unsaved_bytes += block.num_rows * self._row_bytes
-                now = time.monotonic()
-                if unsaved_bytes >= _CHECKPOINT_BYTES or now - saved_at >= _CHECKPOINT_SECONDS:
-                    self._save(descriptor)
-                    saved_at, unsaved_bytes = time.monotonic(), 0
-                self._show(block.position, journal.num_rows)
+            # Closed before the source is: reading ahead must have stopped by then.
+            with closing(self._reader.blocks(journal.position)) as blocks:
+                for block in blocks:
+                    with self._writing():
+                        for plan in self._plans:
+                            values, crc32 = block.values[plan.key], journal.crc32[plan.key]
+                            write_rows(descriptor, values, plan, journal.num_rows, offsets[plan.key], crc32)
+                    journal.skipped.extend([error.name, error.reason] for error in block.errors)
+                    journal.num_rows += block.num_rows
+                    journal.position = block.position
+                    unsaved_bytes += block.num_rows * self._row_bytes
+                    is_late = time.monotonic() - saved_at >= _CHECKPOINT_SECONDS
+                    if is_late or unsaved_bytes >= _CHECKPOINT_BYTES:
+                        self._save(descriptor)
+                        saved_at, unsaved_bytes = time.monotonic(), 0
+                    self._show(block.position, journal.num_rows)
             if journal.num_rows == 0:
                 raise PackError(f"none of the {self._num_samples} samples could be read; nothing is left to pack")
             journal.stage = Stage.FINISHING

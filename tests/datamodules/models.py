@@ -29,7 +29,7 @@ def write_images(
     path: Path,
     num_samples: int,
     *,
-    sample_shape: tuple[int, ...] = (2, 3),
+    sample_shape: tuple[int, ...] = (9, 8),  # above 64 bytes: smaller rows are kept in memory
     seed: int = 0,
     storage: str = "raw",
     images: np.ndarray | None = None,
@@ -61,7 +61,7 @@ class Recorder(pl.LightningModule):
     """A linear classifier that writes down the samples it is given."""
 
     def __init__(
-        self, num_features: int = 6, *, reads_estimate: bool = False, schedule: bool = False, keep_images: bool = False
+        self, num_features: int = 72, *, reads_estimate: bool = False, schedule: bool = False, keep_images: bool = False
     ) -> None:
         """Make the same weights every time, whatever state the global generator is in."""
         super().__init__()
@@ -94,7 +94,7 @@ class Recorder(pl.LightningModule):
         self.trained.append((self.current_epoch, labels.tolist()))
         loss = self.loss_of(images, labels)
         self.losses.append(loss.item())
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def evaluate(self, stage: str, batch: Any) -> None:
@@ -171,6 +171,8 @@ class MemoryLogger(Logger):
 
 def make_trainer(**settings: Any) -> pl.Trainer:
     """Make a quiet Trainer on one CPU that writes no files."""
+    # With tensors this small a team of threads only waits for its slowest member, most of all on a busy machine.
+    torch.set_num_threads(1)
     quiet = {
         "accelerator": "cpu",
         "devices": 1,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_gpufeed.hdf5.feed as feed_module
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
-from tests.doubles import WAIT_SECONDS, EventLog, LoggedProducer, parking_condition
+from tests.doubles import WAIT_SECONDS, EventLog, LoggedProducer, parking_condition, run_forked
 
 READER = "gpufeed-reader"
 
@@ -43,12 +42,11 @@ def test_at_most_num_slots_items_are_made_ahead(monkeypatch, num_slots):
     monkeypatch.setattr(feed_module.threading, "Condition", parking_condition(log, READER))
     feed = Feed(LoggedProducer(log), 10, num_slots)
     for taken in range(3):
-        log.wait_for("parked")  # the thread can go no further by itself
         made = num_slots + taken
-        assert log.events[-1] == "parked"
+        # Until the thread can go no further by itself.
+        log.wait_until(lambda: f"end {made - 1}" in log.events and log.events[-1] == "parked")  # noqa: B023
         assert [event for event in log.events if event.startswith("end")] == [f"end {n}" for n in range(made)]
         assert f"begin {made}" not in log.events
-        log.events[:] = [event for event in log.events if event != "parked"]
         assert next(feed) == f"item {taken}"
     feed.close()
 
@@ -319,36 +317,38 @@ def test_no_slot_is_refused():
         Feed(lambda number: number, 1, num_slots=0)
 
 
-EXIT_SCRIPT = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("feed", sys.argv[1])
-feed_module = importlib.util.module_from_spec(spec)
-sys.modules["feed"] = feed_module
-spec.loader.exec_module(feed_module)
-feed = feed_module.Feed(lambda number: bytes(1000), 1_000_000)
-next(feed)
-{ending}
+EXIT_SETUP = """
+import sys, threading, warnings
+warnings.simplefilter("error")
+from lightning_gpufeed.hdf5.feed import Feed
 """
 
+RUNNING = """
+feed = Feed(lambda number: bytes(1000), 1_000_000)
+next(feed)
+"""
 
-@pytest.mark.parametrize(
-    ("ending", "code", "error"),
-    [
-        ("", 0, ""),  # the feed is still referred to, its thread waits
-        ("cycle = [feed]; cycle.append(cycle); del feed, cycle", 0, ""),
-        ("sys.exit(5)", 5, ""),
-        ("raise RuntimeError('from the loop')", 1, "RuntimeError: from the loop"),
-        ("import threading; threading.Thread(target=lambda: [next(feed) for _ in range(100)]).start()", 0, ""),
-    ],
-    ids=["in use", "in a cycle", "exit code", "exception", "used by another thread"],
-)
-def test_the_interpreter_ends_beside_a_running_feed(ending, code, error):
-    # The module alone needs nothing but the standard library, so the process starts at once.
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", EXIT_SCRIPT.format(ending=ending), feed_module.__file__],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-    )
-    assert ended.returncode == code
-    assert (ended.stderr.splitlines() or [""])[-1] == error
+ENDINGS = {
+    "the feed is still referred to": ("", 0, ""),
+    "the feed is in a reference cycle": ("cycle = [feed]; cycle.append(cycle); del feed, cycle", 0, ""),
+    "an exit code is given": ("sys.exit(5)", 5, ""),
+    "the loop raises": ("raise RuntimeError('from the loop')", 1, "RuntimeError: from the loop"),
+    "another thread uses it": ("threading.Thread(target=lambda: [next(feed) for _ in range(100)]).start()", 0, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def ended():
+    return run_forked(EXIT_SETUP, {name: RUNNING + ending for name, (ending, _, _) in ENDINGS.items()})
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_interpreter_ends_beside_a_running_feed(ended, name):
+    _, code, error = ENDINGS[name]
+    assert (ended[name].code, ended[name].last_line) == (code, error)
+
+
+def test_torch_in_the_thread_takes_one_core_and_the_consumer_keeps_its_own():
+    torch.set_num_threads(3)
+    assert list(Feed(lambda _: torch.get_num_threads(), 3)) == [1, 1, 1]
+    assert torch.get_num_threads() == 3

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import h5py
@@ -16,13 +17,18 @@ NUM_PAGES = 512
 
 
 def evict(path: Path) -> None:
-    """Drop a file's clean pages from memory."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
+    """Drop a file's pages from memory; a page that a processor still has in its own list stays at the first try."""
+    everything = np.arange(0, path.stat().st_size, PAGE)
+    for _ in range(50):
+        descriptor = os.open(path, os.O_RDWR)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
         os.close(descriptor)
+        answer = ask(path, residency._ask_by_mincore, everything)
+        if answer is not None and not answer.any():
+            return
+        time.sleep(0.01)
+    pytest.skip("this file system keeps its pages, or does not tell")
 
 
 def ask(path: Path, how, offsets):
@@ -38,11 +44,7 @@ def pages(tmp_path):
     """A file of 2 MiB on a file system whose pages can be evicted and asked for."""
     path = tmp_path / "pages.bin"
     path.write_bytes(os.urandom(NUM_PAGES * PAGE))
-    offsets = np.arange(0, NUM_PAGES, 64) * PAGE
     evict(path)
-    answer = ask(path, residency._ask_by_mincore, offsets)
-    if answer is None or answer.any():
-        pytest.skip("this file system keeps its pages, or does not tell")
     return path
 
 
@@ -119,6 +121,16 @@ def test_a_dataset_just_read_is_wholly_cached_and_one_evicted_not_at_all(tmp_pat
     assert cached_share(layout) == 1.0
     evict(path)
     assert cached_share(layout) == 0.0
+
+
+def test_no_page_is_asked_for_twice(tmp_path, pages, monkeypatch):
+    path = write_images(tmp_path / "images.h5", chunks=(128, 3, 64, 64), compression="gzip")  # 2 chunks
+    asked = []
+    monkeypatch.setattr(
+        residency, "are_cached", lambda _, offsets: asked.append(offsets) or np.ones(len(offsets), bool)
+    )
+    assert cached_share(read_layout(path, "images")) == 1.0
+    assert [len(offsets) for offsets in asked] == [2]
 
 
 def test_half_a_file_in_memory_is_seen_as_about_half(tmp_path, pages):

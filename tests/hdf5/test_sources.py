@@ -876,9 +876,18 @@ def test_text_and_ragged_rows_in_an_hdf5_file_are_refused_by_name(tmp_path):
     assert list(open_source(path, keys=["data"]).fields) == ["data"]
 
 
+def test_a_type_that_numpy_does_not_know_is_refused_by_name(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        time_type = h5py.h5t.TypeID.copy(h5py.h5t.UNIX_D32LE)
+        h5py.h5d.create(file.id, b"when", time_type, h5py.h5s.create_simple((3,)))
+    assert refusal(tmp_path / "x.h5").startswith(
+        f"'when' in {tmp_path / 'x.h5'} is of a type that NumPy does not know ("
+    )
+
+
 def test_what_is_no_hdf5_file_is_refused(tmp_path):
     (tmp_path / "x.h5").write_bytes(b"not hdf5" * 100)
-    assert refusal(tmp_path / "x.h5").startswith(f"{tmp_path / 'x.h5'} cannot be opened as HDF5: ")
+    assert refusal(tmp_path / "x.h5").startswith(f"{tmp_path / 'x.h5'} is not an HDF5 file: 800 bytes, ")
 
 
 def test_a_damaged_chunk_stops_reading(tmp_path):
@@ -901,9 +910,12 @@ def test_a_virtual_dataset_whose_file_is_gone_is_refused(tmp_path):
     layout[:] = h5py.VirtualSource("part.h5", "x", (4, 3))
     with h5py.File(tmp_path / "all.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
-    np.testing.assert_array_equal(read(open_source(tmp_path / "all.h5")).values["x"], pixels(4, 3))
+    source = open_source(tmp_path / "all.h5")
+    np.testing.assert_array_equal(read(source).values["x"], pixels(4, 3))
+    os.utime(tmp_path / "part.h5", (1, 1))
+    assert open_source(tmp_path / "all.h5").identity != source.identity
     (tmp_path / "part.h5").unlink()
     assert refusal(tmp_path / "all.h5") == (
-        f"'x' in {tmp_path / 'all.h5'} is a virtual dataset whose file part.h5 is missing; its rows would read as "
-        "fill values. Put the file back"
+        f"{tmp_path / 'all.h5'}: the virtual dataset '/x' takes samples from the file 'part.h5', which is not there; "
+        "HDF5 would return fill values in its place. Put it back, or build the virtual dataset again."
     )

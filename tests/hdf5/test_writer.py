@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-import warnings
 import zlib
 from pathlib import Path
 
@@ -455,9 +453,7 @@ def test_skipped_rows_shrink_the_file_to_those_that_could_be_read(tmp_path, smal
     with h5py.File(tmp_path / "x.h5") as file:
         np.testing.assert_array_equal(file["images"], source.images[kept])
         assert file["labels"][:].tolist() == kept.tolist()
-        np.testing.assert_allclose(
-            file["images"].attrs["std"], (source.images[kept] / 255).std((0, 2, 3)), rtol=1e-12
-        )
+        np.testing.assert_allclose(file["images"].attrs["std"], (source.images[kept] / 255).std((0, 2, 3)), rtol=1e-12)
         skipped = file["_gpufeed/skipped"].asstr()[:].tolist()
     assert skipped == [f"row {i}" for i in order if i in failing]
     assert report.skipped == tuple((name, "broken") for name in skipped)
@@ -490,27 +486,540 @@ class Stop(BaseException):
 
 
 def interrupt(source, out, *, after: int, **options) -> None:
-    """Pack until so many rows are done, then stop as Ctrl-C does."""
+    """Pack until so many rows are written, then stop as Ctrl-C does."""
 
     def stop(progress) -> None:
-        if progress.rows_done >= after:
+        if progress.stage == "writing" and progress.rows_done >= after:
             raise Stop
 
     with pytest.raises(Stop):
         pack(source, out, on_progress=stop, **options)
 
 
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).random(shape)
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"shuffle": True, "seed": 3}, {"quantize": "auto"}, {"keep_dtype": True}, {"scale": 100}]
+    ("images", "options"),
+    [
+        (pixels(100, 3, 8, 8), {}),
+        (pixels(100, 3, 8, 8), {"shuffle": True, "seed": 3}),
+        (floats(100, 3, 8, 8), {"quantize": "auto"}),
+        (floats(100, 3, 8, 8), {"quantize": (-1, 2.5)}),
+        (floats(100, 3, 8, 8), {"keep_dtype": True}),
+        (floats(100, 3, 8, 8), {"scale": 100}),
+    ],
 )
-def test_an_interrupted_call_goes_on_to_the_same_file(tmp_path, small_blocks, options):
-    is_float = not options or "shuffle" not in options
-    images = np.random.default_rng(0).random((100, 3, 8, 8)) if is_float and options else pixels(100, 3, 8, 8)
-    pack(Rows(images), tmp_path / "whole.h5", chunk_bytes=2000, **options)
-    # A scan for the range shows its progress first.
-    interrupt(Rows(images), tmp_path / "x.h5", after=101 if options == {"quantize": "auto"} else 50, **options) if (
-        options != {"quantize": "auto"}
-    ) else _interrupt_writing(Rows(images), tmp_path / "x.h5", **options)
-    report = pack(Rows(images), tmp_path / "x.h5", chunk_bytes=2000, **options)
-    assert 0 < report.resumed_rows < 100
+def test_an_interrupted_call_goes_on_to_the_same_file(tmp_path, small_blocks, images, options):
+    options = {"chunk_bytes": 2000, **options}
+    pack(Rows(images), tmp_path / "whole.h5", **options)
+    interrupt(Rows(images), tmp_path / "x.h5", after=50, **options)
+    assert not (tmp_path / "x.h5").exists()
+    report = pack(Rows(images), tmp_path / "x.h5", **options)
+    assert report.resumed_rows in range(50, 56)
     assert content(tmp_path / "x.h5") == content(tmp_path / "whole.h5")
+    assert leftovers(tmp_path) == []
+
+
+def begun_anew(source, out, reason: str, **options) -> None:
+    """Check that a call starts over and says why."""
+    with pytest.warns(UserWarning, match="is begun anew, not continued") as caught:
+        report = pack(source, out, **options)
+    partial = out.with_name(f"{out.name}.partial")
+    assert [str(w.message) for w in caught] == [f"{partial} is begun anew, not continued: {reason}"]
+    assert Path(caught[0].filename) == Path(__file__)  # the caller's line, not one of ours
+    assert report.resumed_rows == 0
+    verify(out)
+
+
+def test_a_call_with_other_options_or_another_source_starts_over_and_says_why(tmp_path, small_blocks):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    interrupt(source, out, after=50)
+    begun_anew(source, out, "chunk_bytes was 524288, is 2000", chunk_bytes=2000)
+    out.unlink()
+    interrupt(source, out, after=50, shuffle=True, seed=1)
+    begun_anew(source, out, "seed was 1, is None; shuffle was True, is False")
+    out.unlink()
+    interrupt(source, out, after=50)
+    begun_anew(Rows(pixels(100, 3, 8, 8, seed=1)), out, "the source has changed")
+    with h5py.File(out) as file:
+        np.testing.assert_array_equal(file["images"], pixels(100, 3, 8, 8, seed=1))
+
+
+def test_a_partial_file_that_is_gone_or_changed_is_not_continued(tmp_path, small_blocks):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    partial = tmp_path / "x.h5.partial"
+    interrupt(source, out, after=50)
+    partial.unlink()
+    begun_anew(source, out, "it is missing")
+    out.unlink()
+    interrupt(source, out, after=50)
+    os.truncate(partial, partial.stat().st_size - 1)
+    begun_anew(source, out, "it has been changed")
+    out.unlink()
+    interrupt(source, out, after=50)
+    partial.write_bytes(b"no hdf5")
+    begun_anew(source, out, "it has been changed")
+
+
+def test_an_unreadable_journal_counts_as_none(tmp_path, small_blocks):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    journal = tmp_path / "x.h5.partial.json"
+    for damage in ("{", "[]", '{"source": "x"}', '{"source": "x", "options": {}, "stage": "unheard of"}'):
+        interrupt(source, out, after=50)
+        journal.write_text(damage)
+        assert pack(source, out).resumed_rows == 0
+        verify(out)
+        out.unlink()
+
+
+def test_resume_false_starts_over_without_a_word(tmp_path, small_blocks):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    interrupt(source, out, after=50)
+    assert pack(source, out, resume=False).resumed_rows == 0
+
+
+def test_a_new_file_is_never_begun_under_the_journal_of_an_old_one(tmp_path, small_blocks, monkeypatch):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    interrupt(source, out, after=50, shuffle=True)
+    assert (tmp_path / "x.h5.partial.json").exists()
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    # Stopped when the new file, which has the same structure, is created and has no journal yet.
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "structure_fingerprint", stop)
+        with pytest.raises(Stop):
+            pack(source, out, resume=False)
+    assert pack(source, out, shuffle=True).resumed_rows == 0
+
+
+def test_a_disk_that_gives_back_other_bytes_is_noticed_before_the_file_gets_its_name(tmp_path, small_blocks):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    partial = tmp_path / "x.h5.partial"
+
+    def flip(progress) -> None:
+        if progress.rows_done == 100:
+            flip_byte(partial, "images", row=70)
+
+    message = refusal(source, out, chunk_bytes=2000, verify=True, on_progress=flip)
+    assert message == (
+        f"the disk gave back other bytes than were written: {partial}: chunk 7 of 'images', rows 70 to 79, does not "
+        "match its checksum; the file is damaged, pack it again or restore a copy"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- verify
+
+
+def flip_byte(path: Path, key: str, row: int) -> None:
+    """Change one bit in a row, as a failing disk would."""
+    offsets = {}
+    with h5py.File(path, "r") as file:
+        dataset = file[key]
+        rows_per_chunk, sample_bytes = dataset.chunks[0], dataset[0].nbytes
+        dataset.id.chunk_iter(lambda c: offsets.__setitem__(c.chunk_offset[0] // rows_per_chunk, c.byte_offset))
+    place = offsets[row // rows_per_chunk] + row % rows_per_chunk * sample_bytes + sample_bytes // 2
+    with path.open("r+b") as raw:
+        raw.seek(place)
+        (byte,) = raw.read(1)
+        raw.seek(place)
+        raw.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "expected"),
+    [
+        ("images", 0, "chunk 0 of 'images', rows 0 to 29"),
+        ("images", 29, "chunk 0 of 'images', rows 0 to 29"),
+        ("images", 30, "chunk 1 of 'images', rows 30 to 59"),
+        ("images", 99, "chunk 3 of 'images', rows 90 to 99"),
+        ("labels", 50, "chunk 0 of 'labels', rows 0 to 99"),
+    ],
+)
+def test_verify_names_the_chunk_and_the_rows_of_a_flipped_bit(tmp_path, key, row, expected):
+    save_npz(tmp_path / "x.npz")
+    pack(tmp_path / "x.npz", tmp_path / "x.h5", chunk_bytes=30 * 192)
+    assert verify(tmp_path / "x.h5") == 5
+    flip_byte(tmp_path / "x.h5", key, row)
+    with pytest.raises(LayoutError) as caught:
+        verify(tmp_path / "x.h5")
+    assert str(caught.value) == (
+        f"{tmp_path / 'x.h5'}: {expected}, does not match its checksum; the file is damaged, pack it again or "
+        "restore a copy"
+    )
+
+
+def test_verify_refuses_what_it_cannot_compare(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        verify(tmp_path / "none.h5")
+    path = tmp_path / "x.h5"
+    path.write_bytes(b"no hdf5" * 100)
+    with pytest.raises(LayoutError, match=r"cannot be read as HDF5: "):
+        verify(path)
+    with h5py.File(path, "w") as file:
+        file["images"] = pixels(4, 3)
+    with pytest.raises(LayoutError) as caught:
+        verify(path)
+    assert str(caught.value) == f"{path} has no checksums; only files written by `gpufeed pack` have them"
+
+
+@pytest.mark.parametrize("change", ["deleted", "shortened"])
+def test_verify_notices_a_dataset_that_was_changed_after_packing(tmp_path, change):
+    save_npz(tmp_path / "x.npz")
+    pack(tmp_path / "x.npz", tmp_path / "x.h5", chunk_bytes=30 * 192)
+    with h5py.File(tmp_path / "x.h5", "r+") as file:
+        if change == "deleted":
+            del file["images"]
+        else:
+            file["images"].resize(60, axis=0)
+    with pytest.raises(LayoutError, match=r"'images' has [02] chunks of 30 rows, but 4 checksums; it was changed"):
+        verify(tmp_path / "x.h5")
+
+
+# -- with processes: a program sees the engine without Lightning, whose import takes seconds
+
+PACKAGE = Path(lightning_gpufeed.__file__).parent
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Start programs; those still running at the end are killed."""
+    thin = tmp_path / "thin" / "lightning_gpufeed"
+    thin.mkdir(parents=True)
+    (thin / "__init__.py").write_text(
+        f"__path__ = [{str(PACKAGE)!r}]\n__version__ = {lightning_gpufeed.__version__!r}\n"
+    )
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+        script = thin.parent / "program.py"
+        script.write_text(code)
+        process = subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(thin.parent), **environment},
+            cwd=thin.parent,  # not the checkout: the server of decoding processes would find its package
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What a program printed, after it ended well."""
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    return output
+
+
+KILL_SWEEP = """
+import json, os, signal, sys, traceback, warnings
+from pathlib import Path
+import h5py, numpy as np
+from lightning_gpufeed.hdf5 import journal, writer
+from lightning_gpufeed.hdf5.sources import FieldSpec, RowError, SourceRows, blocks
+
+blocks._BLOCK_BYTES = 4000
+writer._CHECKPOINT_SECONDS = 0.0
+warnings.simplefilter("error")  # nothing here may be begun anew
+
+class Rows:
+    is_thread_safe = False
+    num_samples = 60
+    failing = (7, 31, 58)
+    fields = {"images": FieldSpec((3, 8, 8), np.dtype("u1")), "labels": FieldSpec((), np.dtype("i8"))}
+    attributes = {"images": {"layout": "NCHW"}, "labels": {"class_names": ["a", "b"]}}
+    identity = "rows"
+    images = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), dtype=np.uint8)
+    def read(self, indices):
+        good = indices[~np.isin(indices, self.failing)]
+        errors = [RowError(int(i), f"row {i}", "broken") for i in indices if i in self.failing]
+        return SourceRows(good, {"images": self.images[good], "labels": good}, errors)
+    def close(self):
+        pass
+
+out = Path(sys.argv[1]) / "x.h5"
+
+def run():
+    return writer.pack(Rows(), out, on_error="skip", shuffle=True, chunk_bytes=2000)
+
+class Killer:  # kills this process at the n-th step that changes something on disk
+    def __init__(self, step):
+        self.left = step
+    def patch(self, owner, name, flushed=False):
+        original = getattr(owner, name)
+        def stepping(*args, **kwargs):
+            self.left -= 1
+            if self.left != 0:
+                return original(*args, **kwargs)
+            if name == "pwrite":  # half of the bytes
+                original(args[0], args[1][: len(args[1]) // 2], args[2])
+            if flushed:  # HDF5 keeps changes in memory: let this one reach the disk
+                original(*args, **kwargs)
+                h5py.h5f.flush(getattr(args[0], "id", None) or args[0]._id)
+            os.kill(os.getpid(), signal.SIGKILL)
+        setattr(owner, name, stepping)
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def killed_at(step):
+    killer = Killer(step)
+    for name in ("pwrite", "fdatasync", "fsync", "replace", "unlink"):
+        killer.patch(os, name)
+    killer.patch(h5py.File, "close")
+    killer.patch(h5py.Group, "create_dataset", flushed=True)
+    killer.patch(h5py.AttributeManager, "create", flushed=True)
+    killer.patch(h5py.Dataset, "resize", flushed=True)
+    run()
+
+assert in_child(run) == 0
+out.rename(out.with_name("whole.h5"))
+step, log = 0, []
+while True:
+    step += 1
+    code = in_child(lambda: killed_at(step))
+    if code == 0:
+        break
+    assert code == -signal.SIGKILL, (step, code)
+    found = journal.Journal.load(journal.OutputPaths.of(out).journal)
+    position = found.position if found else 0
+    had_output = out.exists()
+    def go_on():
+        assert run().resumed_rows == position, (step, position)
+    if not had_output:
+        assert in_child(go_on) == 0, step
+        beside = sorted(p.name for p in out.parent.iterdir() if ".partial" in p.name)
+        assert beside == [], (step, beside)
+    out.rename(out.with_name(f"{step}.h5"))
+    for path in out.parent.glob("x.h5.*"):
+        path.unlink()
+    log.append([found and found.stage, position, had_output])
+print(json.dumps(log))
+"""
+
+
+def test_a_kill_at_any_step_is_followed_by_the_same_file(tmp_path, program):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    log = json.loads(finished(program(KILL_SWEEP, folder)))
+    whole = content(folder / "whole.h5")
+    assert {stage for stage, _, _ in log} == {None, "writing", "finishing", "finished"}
+    assert sum(stage == "finishing" for stage, _, _ in log) > 10
+    assert any(had_output for _, _, had_output in log)
+    for step, entry in enumerate(log, start=1):
+        assert content(folder / f"{step}.h5") == whole, (step, entry)
+        verify(folder / f"{step}.h5")
+
+
+def test_a_torn_file_of_another_hdf5_is_begun_anew(tmp_path, monkeypatch, small_blocks):
+    source, out = Rows(pixels(100, 3, 8, 8)), tmp_path / "x.h5"
+    pack(source, tmp_path / "whole.h5")
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "write_metadata", stop)
+        with pytest.raises(Stop):
+            pack(source, out)
+    path = tmp_path / "x.h5.partial.json"
+    journal = json.loads(path.read_text())
+    assert journal["stage"] == "finishing"
+    path.write_text(json.dumps(journal | {"structure": "of another version"}))
+    begun_anew(source, out, "it was written by another version of HDF5")
+    assert content(out) == content(tmp_path / "whole.h5")
+
+
+PACK_AND_WAIT = """
+import sys
+from lightning_gpufeed.hdf5 import writer
+def wait(progress):
+    print("writing", flush=True)
+    sys.stdin.readline()
+writer.pack(sys.argv[1], sys.argv[2], on_progress=wait)
+"""
+
+
+def test_a_second_process_at_the_same_output_is_refused_and_the_first_finishes(tmp_path, program):
+    made = save_npz(tmp_path / "x.npz")
+    first = program(PACK_AND_WAIT, tmp_path / "x.npz", tmp_path / "x.h5")
+    assert first.stdout.readline() == "writing\n"
+    assert refusal(tmp_path / "x.npz", tmp_path / "x.h5") == (
+        f"another process is packing to {tmp_path / 'x.h5'} right now; wait for it or choose another name"
+    )
+    finished(first)
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["images"], made["images"])
+    assert leftovers(tmp_path) == []
+
+
+def test_a_lock_file_without_a_living_owner_keeps_nobody_out(tmp_path, program):
+    save_npz(tmp_path / "x.npz")
+    first = program(PACK_AND_WAIT, tmp_path / "x.npz", tmp_path / "x.h5")
+    assert first.stdout.readline() == "writing\n"
+    first.kill()
+    first.wait(timeout=30)
+    assert "x.h5.partial.lock" in leftovers(tmp_path)
+    pack(tmp_path / "x.npz", tmp_path / "x.h5", verify=True)
+    assert leftovers(tmp_path) == []
+
+
+def test_the_lock_is_not_taken_on_a_file_that_its_former_holder_has_removed(tmp_path, monkeypatch):
+    paths = OutputPaths.of(tmp_path / "x.h5")
+    former = OutputLock(paths)
+    former.__enter__()
+    original = OutputLock._lock
+    attempts = []
+
+    def lock(self: OutputLock, descriptor: int) -> None:
+        attempts.append(descriptor)
+        if len(attempts) == 1:  # opened by us, and now removed by the former holder
+            former.__exit__(None, None, None)
+        original(self, descriptor)
+
+    monkeypatch.setattr(OutputLock, "_lock", lock)
+    with OutputLock(paths):
+        assert len(attempts) == 2
+        with pytest.raises(PackError, match="another process is packing"), OutputLock(paths):
+            pass
+    assert leftovers(tmp_path) == []
+
+
+DISK_FULL = """
+import resource, sys
+from lightning_gpufeed.errors import PackError
+from lightning_gpufeed.hdf5 import writer
+from lightning_gpufeed.hdf5.sources import blocks
+blocks._BLOCK_BYTES = 100_000
+writer._CHECKPOINT_SECONDS = writer._PROGRESS_SECONDS = 0.0
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+def fill(progress):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, hard))
+try:
+    writer.pack(sys.argv[1], sys.argv[2], chunk_bytes=10_000, on_progress=fill)
+except PackError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print(writer.pack(sys.argv[1], sys.argv[2], chunk_bytes=10_000, verify=True).resumed_rows)
+"""
+
+
+def test_a_disk_that_fills_up_is_told_with_numbers_and_packing_goes_on_afterwards(tmp_path, program):
+    np.save(tmp_path / "x.npy", pixels(2000, 10, 20))
+    output = finished(program(DISK_FULL, tmp_path / "x.npy", tmp_path / "x.h5"))
+    partial = tmp_path / "x.h5.partial"
+    assert re.fullmatch(
+        rf"writing {partial} failed: File too large\. The file needs 400,000 bytes in all; 200,000 were written and "
+        rf"[\d,]+ are free\nWhat was written before stays in {partial}: a further call with the same source and "
+        r"options goes on after 1000 of 2000 samples\n1000\n",
+        output,
+    ), output
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["images"], pixels(2000, 10, 20))
+
+
+def test_packing_works_where_the_environment_makes_hdf5_lock_files(tmp_path, program):
+    save_npz(tmp_path / "x.npz")
+    code = "import sys\nfrom lightning_gpufeed.hdf5 import writer\nwriter.pack(*sys.argv[1:], verify=True)"
+    finished(program(code, tmp_path / "x.npz", tmp_path / "x.h5", HDF5_USE_FILE_LOCKING="TRUE"))
+    assert verify(tmp_path / "x.h5") == 2
+
+
+def photos(folder: Path, num_images: int) -> np.ndarray:
+    images = pixels(num_images, 32, 32, 3)
+    for index, image in enumerate(images):
+        path = folder / "ab"[index % 2] / f"{index:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    return np.concatenate([images[::2], images[1::2]])
+
+
+PACK_PHOTOS = """
+import sys
+from lightning_gpufeed.errors import PackError
+from lightning_gpufeed.hdf5 import writer
+from lightning_gpufeed.hdf5.sources import blocks
+blocks._BLOCK_BYTES = 20 * 3080
+writer._CHECKPOINT_SECONDS = writer._PROGRESS_SECONDS = 0.0
+def show(progress):
+    print(progress.rows_done, flush=True)
+    if sys.argv[3] == "wait":
+        sys.stdin.readline()
+if __name__ == "__main__":
+    try:
+        print(writer.pack(sys.argv[1], sys.argv[2], num_workers=2, layout="NHWC", on_progress=show).resumed_rows)
+    except PackError as error:
+        print(error)
+"""
+
+
+def test_a_killed_packer_leaves_no_decoding_process_and_the_next_one_goes_on(tmp_path, program):
+    images = photos(tmp_path / "photos", 200)
+    first = program(PACK_PHOTOS, tmp_path / "photos", tmp_path / "x.h5", "wait")
+    for rows_done in (20, 40, 60):
+        assert first.stdout.readline() == f"{rows_done}\n"
+        first.stdin.write("\n")
+        first.stdin.flush()
+    assert first.stdout.readline() == "80\n"
+    children = psutil.Process(first.pid).children(recursive=True)
+    assert len(children) >= 3  # the server and two decoding processes
+    first.kill()
+    first.wait(timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    lines = finished(program(PACK_PHOTOS, tmp_path / "photos", tmp_path / "x.h5", "go")).splitlines()
+    assert lines[-1] == "80"
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["images"], images)
+        assert file["labels"][:].tolist() == [0] * 100 + [1] * 100
+    assert leftovers(tmp_path) == []
+
+
+def test_a_decoding_process_that_dies_is_told_and_does_not_hang(tmp_path, program):
+    photos(tmp_path / "photos", 200)
+    packer = program(PACK_PHOTOS, tmp_path / "photos", tmp_path / "x.h5", "wait")
+    assert packer.stdout.readline() == "20\n"
+    server = {child.pid for child in psutil.Process(packer.pid).children()}
+    decoders = [c for c in psutil.Process(packer.pid).children(recursive=True) if c.pid not in server]
+    assert len(decoders) == 2
+    decoders[0].kill()
+    output, _ = packer.communicate("\n" * 20, timeout=60)
+    assert packer.returncode == 0
+    assert re.search(
+        r"a decoding process died somewhere from [ab]/\d+\.png to [ab]/\d+\.png: out of memory, a crash in an image "
+        r"library, or a script that calls pack\(\) outside `if __name__ == \"__main__\":`\. num_workers=0 "
+        r"\(--num-workers 0\) decodes in this process\n"
+        r"What was written before stays in ",
+        output,
+    ), output
+    assert not (tmp_path / "x.h5").exists()
+
+
+def test_a_script_without_a_main_guard_is_told_what_is_missing(tmp_path, program):
+    photos(tmp_path / "photos", 4)
+    code = "import sys\nfrom lightning_gpufeed.hdf5.writer import pack\npack(*sys.argv[1:], num_workers=1)"
+    process = program(code, tmp_path / "photos", tmp_path / "x.h5")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert 'a script that calls pack() outside `if __name__ == "__main__":`' in errors
+    assert not (tmp_path / "x.h5").exists()

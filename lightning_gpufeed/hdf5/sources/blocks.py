@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -149,7 +149,7 @@ class BlockReader:
                     collector.restore(statistics[key])
                 self._statistics[key] = collector
 
-    def blocks(self, position: int) -> Iterator[Block]:
+    def blocks(self, position: int) -> Generator[Block]:
         """Blocks from a position on; the statistics include each block from when it is handed out.
 
         Args:

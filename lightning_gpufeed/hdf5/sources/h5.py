@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gpufeed.errors import PackError
+from lightning_gpufeed.errors import LayoutError, PackError
+from lightning_gpufeed.hdf5.access import list_datasets, open_file
+from lightning_gpufeed.hdf5.linked import find_dependencies
 from lightning_gpufeed.hdf5.sources.source import (
     FieldSpec,
     SourceOptions,
@@ -46,23 +49,20 @@ def open_h5(path: Path, options: SourceOptions) -> H5FileSource:
             size, or a virtual dataset whose source file is gone.
     """
     options.refuse(("resize", "crop", "mode", "split"), f"{path}, an HDF5 file")
-    try:
-        # No chunk cache of HDF5's own: whole blocks are read, once, and kept here.
-        file = h5py.File(path, "r", rdcc_nbytes=0)
-    except OSError as error:
-        raise PackError(f"{path} cannot be opened as HDF5: {error}") from error
-    try:
-        return H5FileSource(file, path, options)
-    except BaseException:
-        file.close()
-        raise
+    with ExitStack() as stack:
+        try:
+            source = H5FileSource(stack.enter_context(open_file(path)), path, options)
+        except LayoutError as error:
+            raise PackError(str(error)) from error
+        source.on_close = stack.pop_all()
+    return source
 
 
 class H5FileSource:
-    """Datasets of one file, read by whole chunks.
+    """Datasets of one file, read by whole chunks; `close` calls `on_close`.
 
     Args:
-        file: The file, open for reading; closed by `close`.
+        file: The file, open for reading.
         path: Its path.
         options: `keys` and `layout` count.
 
@@ -73,29 +73,24 @@ class H5FileSource:
     is_thread_safe = False
 
     def __init__(self, file: h5py.File, path: Path, options: SourceOptions) -> None:
-        self._file, self._path = file, path
-        keys = select_keys(_dataset_keys(file), options.keys, str(path))
-        self._datasets = {key: file[key] for key in keys}
-        self.num_samples = common_length({key: self._length(key) for key in keys}, str(path))
+        self._path = path
+        self.on_close = ExitStack()
+        available = list_datasets(file)
+        keys = select_keys(list(available), options.keys, str(path))
+        self._datasets = {key: available[key] for key in keys}
+        self.num_samples = common_length({key: d.shape[0] for key, d in self._datasets.items()}, str(path))
         self.fields = {
-            key: FieldSpec(dataset.shape[1:], check_dtype(key, _base_dtype(dataset), str(path)))
+            key: FieldSpec(dataset.shape[1:], check_dtype(key, _base_dtype(key, dataset), str(path)))
             for key, dataset in self._datasets.items()
         }
-        for key, dataset in self._datasets.items():
-            _check_virtual_sources(key, dataset, path)
+        # A virtual dataset with a missing file would read as fill values, without a word from HDF5.
+        files = {name for dataset in self._datasets.values() for name in find_dependencies(str(path), dataset).stamps}
         self.attributes = image_attributes(self.fields, options.layout)
         for key, dataset in self._datasets.items():
             self.attributes[key].update(_kept_attributes(dataset))
-        self.identity = file_identity(path)
+        self.identity = "|".join(file_identity(name) for name in sorted(files))
         self._blocks: OrderedDict[tuple[str, int], npt.NDArray[Any]] = OrderedDict()
         self._cached_bytes = 0
-
-    def _length(self, key: str) -> int:
-        """Number of rows; a single value has none."""
-        shape = self._datasets[key].shape
-        if not shape:
-            raise PackError(f"{key!r} in {self._path} is a single value; expected one row per sample")
-        return int(shape[0])
 
     def read(self, indices: npt.NDArray[np.int64]) -> SourceRows:
         """Read rows.
@@ -128,10 +123,10 @@ class H5FileSource:
         return rows
 
     def _block_rows(self, key: str) -> int:
-        """Rows of a block: those of a chunk, unless such a block would fill the cache on its own."""
+        """Rows of a block: those of a chunk, unless such a block would take half the cache or more."""
         dataset, sample_bytes = self._datasets[key], max(1, self.fields[key].sample_bytes)
         chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, _CONTIGUOUS_BLOCK_BYTES // sample_bytes)
-        return int(max(1, min(chunk_rows, _CACHE_BYTES // 4 // sample_bytes)))
+        return int(max(1, min(chunk_rows, _CACHE_BYTES // 2 // sample_bytes)))
 
     def _block(self, key: str, block: int, block_rows: int) -> npt.NDArray[Any]:
         """A block of rows, from memory if it was read lately."""
@@ -147,39 +142,19 @@ class H5FileSource:
     def close(self) -> None:
         """Close the file."""
         self._blocks.clear()
-        self._file.close()
+        self.on_close.close()
 
 
-def _dataset_keys(file: h5py.File) -> list[str]:
-    """Paths of the datasets with rows; this package's own bookkeeping is left out."""
-    keys: list[str] = []
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and item.shape and name.split("/")[0] != "_gpufeed":
-            keys.append(name)
-
-    file.visititems(visit)
-    return keys
-
-
-def _base_dtype(dataset: h5py.Dataset) -> np.dtype[Any]:
+def _base_dtype(key: str, dataset: h5py.Dataset) -> np.dtype[Any]:
     """The type without h5py's marks for enumerations; text and ragged rows stay objects, later refused."""
-    dtype: np.dtype[Any] = dataset.dtype
+    try:
+        dtype: np.dtype[Any] = dataset.dtype
+    except TypeError as error:
+        raise PackError(
+            f"{key!r} in {dataset.file.filename} is of a type that NumPy does not know ({error}); "
+            "leave it out by naming the other fields: keys=[...] (--keys)"
+        ) from error
     return np.dtype(dtype.str) if dtype.kind in "biufc" else dtype
-
-
-def _check_virtual_sources(key: str, dataset: h5py.Dataset, path: Path) -> None:
-    """Refuse a virtual dataset with a missing file: HDF5 would deliver fill values without a word."""
-    if not dataset.is_virtual:
-        return
-    for source in dataset.virtual_sources():
-        # "." is this file; "%b" stands for a series of files, which only HDF5 can enumerate.
-        is_named = source.file_name != "." and "%" not in source.file_name
-        if is_named and not (path.parent / source.file_name).exists():
-            raise PackError(
-                f"{key!r} in {path} is a virtual dataset whose file {source.file_name} is missing; "
-                "its rows would read as fill values. Put the file back"
-            )
 
 
 def _kept_attributes(dataset: h5py.Dataset) -> dict[str, Any]:

@@ -31,8 +31,8 @@ IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pbm", ".pnm", ".tif", ".tiff", ".gif")
 )
 _SPLIT_NAMES = frozenset(("train", "val", "valid", "validation", "test"))
-# Below this many images, starting processes takes longer than decoding here.
-_MIN_IMAGES_FOR_PROCESSES = 256
+# Below this many images, starting processes (they import this package, seconds) takes longer than decoding here.
+_MIN_IMAGES_FOR_PROCESSES = 1000
 # Images per task: enough to make the hand-over cheap, few enough to share the last ones evenly.
 _MAX_TASK_IMAGES = 16
 
@@ -205,7 +205,8 @@ class ImageFolderSource:
             return asked
         if self.num_samples < _MIN_IMAGES_FOR_PROCESSES:
             return 0
-        return len(os.sched_getaffinity(0))
+        num_cpus = len(os.sched_getaffinity(0))
+        return num_cpus if num_cpus > 1 else 0
 
     def _start_pool(self) -> Executor | None:
         """The decoding processes, forked from a server that imports this package once for all of them."""

@@ -134,7 +134,8 @@ class SourceOptions:
         crop: Image files: side of a centred square, or `(height, width)`, in pixels.
         mode: Image files: `"RGB"` or `"L"` (grey).
         layout: Image files: axis order to write. Arrays: used where the shape leaves the axis order open.
-        num_workers: Image files: decoding processes; 0 decodes in this one, None takes one per usable CPU.
+        num_workers: Image files: decoding processes; 0 decodes in this one; None takes one per usable CPU,
+            unless there are so few images that starting them would take longer.
     """
 
     keys: tuple[str, ...] | None = None

@@ -1,0 +1,228 @@
+"""Orders and shares: every sample exactly once, whatever the sizes, and the same order on every machine."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, NoShuffle, WindowShuffle, parse_shuffle
+from tests.contracts import check_epoch_plan, check_shuffle
+
+SHUFFLES = [FullShuffle(), WindowShuffle(), WindowShuffle(1), WindowShuffle(7), WindowShuffle(10**9), NoShuffle()]
+
+
+@pytest.mark.parametrize("shuffle", [s for s in SHUFFLES if s != WindowShuffle(1)], ids=str)
+def test_a_shuffle_is_a_permutation_that_its_arguments_alone_decide(shuffle):
+    check_shuffle(shuffle)
+
+
+# These orders are promised: a run that is resumed on another machine, or after an upgrade of numpy, has to go on
+# in the same order. If one of them changes, saved positions become wrong without an error.
+@pytest.mark.parametrize(
+    ("seed", "epoch", "full", "window"),
+    [
+        (0, 0, [11, 3, 2, 1, 8, 6, 0, 7, 4, 10, 5, 9], [1, 2, 0, 3, 4, 6, 5, 7, 8, 11, 9, 10]),
+        (0, 1, [7, 10, 4, 11, 5, 1, 9, 8, 6, 2, 0, 3], [1, 0, 4, 2, 5, 3, 7, 6, 10, 8, 11, 9]),
+        (1, 0, [9, 2, 4, 7, 5, 0, 11, 8, 10, 6, 3, 1], [0, 2, 1, 4, 5, 3, 7, 9, 6, 8, 10, 11]),
+        (12345, 7, [8, 6, 3, 11, 1, 7, 5, 9, 10, 4, 2, 0], [1, 3, 0, 2, 6, 5, 4, 8, 7, 9, 11, 10]),
+    ],
+)
+def test_orders_are_those_of_the_first_release(seed, epoch, full, window):
+    assert FullShuffle().permutation(12, seed, epoch).tolist() == full
+    assert WindowShuffle(4).permutation(12, seed, epoch).tolist() == window
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "checksum"),
+    [(FullShuffle(), "79a0ee69"), (WindowShuffle(4096), "fa8ede69"), (WindowShuffle(64), "7d26574a")],
+    ids=str,
+)
+def test_long_orders_are_those_of_the_first_release(shuffle, checksum):
+    order = shuffle.permutation(100_000, 3, 2).astype("<i8")
+    assert f"{zlib.crc32(order.tobytes()):08x}" == checksum
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(0, 2**32 - 1), st.integers(0, 1000))
+def test_other_seeds_and_epochs_give_other_orders(seed, epoch, other_seed, other_epoch):
+    same = (seed, epoch) == (other_seed, other_epoch)
+    orders = [FullShuffle().permutation(50, *pair) for pair in ((seed, epoch), (other_seed, other_epoch))]
+    assert np.array_equal(*orders) == same
+
+
+def test_in_a_full_shuffle_every_sample_comes_to_every_place():
+    orders = np.array([FullShuffle().permutation(20, 9, epoch) for epoch in range(4000)])
+    for place in range(20):
+        counts = np.bincount(orders[:, place], minlength=20)
+        # 200 expected, standard deviation 13.8; the seed is fixed, so this is no matter of luck.
+        assert 130 < counts.min()
+        assert counts.max() < 270
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3000), st.integers(1, 600), st.integers(0, 99), st.integers(0, 9))
+def test_in_a_window_no_sample_moves_as_far_as_the_window_is_wide(num_samples, window, seed, epoch):
+    order = WindowShuffle(window).permutation(num_samples, seed, epoch)
+    assert np.abs(order - np.arange(num_samples)).max() < window
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3000), st.integers(1, 600), st.integers(0, 99))
+def test_in_a_window_the_samples_in_play_span_less_than_the_window(num_samples, window, seed):
+    order = WindowShuffle(window).permutation(num_samples, seed, 0)
+    furthest_used = np.maximum.accumulate(order)
+    still_to_come = np.minimum.accumulate(order[::-1])[::-1]
+    # At each place: the furthest sample used so far against the first one that is still to come.
+    assert (furthest_used[:-1] - still_to_come[1:]).max(initial=0) < window
+
+
+def test_a_window_of_one_leaves_the_order_of_the_file():
+    assert WindowShuffle(1).permutation(100, 0, 0).tolist() == list(range(100))
+
+
+def test_a_wide_window_mixes_well():
+    order = WindowShuffle(1000).permutation(10_000, 0, 0)
+    moved = np.abs(order - np.arange(10_000))
+    # A delay uniform in 0..W moves a sample by |delay - W / 2|, whose mean is W / 4 (less at the two ends).
+    assert 230 < moved.mean() < 255
+
+
+@pytest.mark.parametrize("window", [0, -5])
+def test_a_window_without_samples_is_refused(window):
+    with pytest.raises(ValueError, match=rf"^window_samples is {window}; expected at least 1\.$"):
+        WindowShuffle(window)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("full", FullShuffle()),
+        (True, FullShuffle()),
+        ("window", WindowShuffle(4096)),
+        ("window:123", WindowShuffle(123)),
+        ("none", NoShuffle()),
+        (None, NoShuffle()),
+        (False, NoShuffle()),
+        *[(shuffle, shuffle) for shuffle in SHUFFLES],
+    ],
+    ids=repr,
+)
+def test_every_form_of_a_shuffle_is_understood(given, meant):
+    assert parse_shuffle(given) == meant
+
+
+@pytest.mark.parametrize("given", ["Full", "window:", "window:-1", "window:1.5", "window:10 ", "", 1.5, 2, "random"])
+def test_other_forms_of_a_shuffle_are_refused(given):
+    with pytest.raises(ValueError) as error:
+        parse_shuffle(given)
+    assert str(error.value) == (
+        f"shuffle={given!r} is not understood; expected 'full', 'window', 'window:N' (N samples) or None."
+    )
+
+
+def test_a_window_of_zero_in_text_form_is_refused_too():
+    with pytest.raises(ValueError, match="^window_samples is 0; expected at least 1"):
+        parse_shuffle("window:0")
+
+
+@st.composite
+def epoch_plans(draw: st.DrawFn, world_size: int | None = None) -> EpochPlan:
+    ranks = draw(st.integers(1, 9)) if world_size is None else world_size
+    batch_size = draw(st.integers(1, 40))
+    drop_last = draw(st.booleans())
+    least = ranks * batch_size if drop_last else ranks
+    num_samples = draw(st.integers(least, least + 300))
+    return EpochPlan(num_samples, batch_size, ranks, drop_last, draw(st.integers(0, num_samples)))
+
+
+@settings(max_examples=300)
+@given(epoch_plans())
+def test_all_ranks_together_take_every_sample_once_in_equally_many_steps(plan):
+    check_epoch_plan(plan)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 400), st.integers(1, 40), st.integers(1, 9))
+def test_without_drop_last_no_sample_is_left_out_of_a_whole_epoch(num_samples, batch_size, world_size):
+    if num_samples >= world_size:
+        plan = EpochPlan(num_samples, batch_size, world_size)
+        assert plan.num_left_out == 0
+        assert plan.bounds(plan.num_steps - 1)[1] == num_samples
+
+
+@settings(max_examples=150)
+@given(epoch_plans(), st.data())
+def test_after_a_change_of_sizes_at_any_step_the_samples_left_follow_in_their_order(plan, data):
+    step = data.draw(st.integers(0, plan.num_steps))
+    used = plan.start if step == 0 else plan.bounds(step - 1)[1]
+    other = EpochPlan(
+        plan.num_samples, data.draw(st.integers(1, 60)), data.draw(st.integers(1, plan.num_samples)), False, used
+    )
+    order = FullShuffle().permutation(plan.num_samples, 1, 0)
+    left = [order[slice(*other.rank_bounds(s, r))] for s in range(other.num_steps) for r in range(other.world_size)]
+    handed_out = np.concatenate([*left, order[:0]])
+    np.testing.assert_array_equal(handed_out, order[used : plan.num_samples - other.num_left_out])
+    # What cannot be shared is less than one for each rank, and only of the rest of this epoch.
+    assert other.num_left_out < max(1, other.world_size)
+    assert other.num_left_out == 0 or other.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        # 10 samples, 2 ranks x 3: a step of 6, then 4 shared evenly.
+        (EpochPlan(10, 3, 2), [[(0, 3), (3, 6)], [(6, 8), (8, 10)]]),
+        # 1 sample would be left for 2 ranks: the step before takes it.
+        (EpochPlan(7, 3, 2), [[(0, 4), (4, 7)]]),
+        (EpochPlan(7, 3, 2, drop_last=True), [[(0, 3), (3, 6)]]),
+        (EpochPlan(5, 3, 2), [[(0, 3), (3, 5)]]),
+        (EpochPlan(8, 4, 1), [[(0, 4)], [(4, 8)]]),
+        (EpochPlan(9, 4, 1), [[(0, 4)], [(4, 8)], [(8, 9)]]),
+        (EpochPlan(9, 4, 1, start=3), [[(3, 7)], [(7, 9)]]),
+        (EpochPlan(9, 4, 1, start=9), []),
+        (EpochPlan(9, 100, 3), [[(0, 3), (3, 6), (6, 9)]]),
+    ],
+)
+def test_shares_of_small_epochs(plan, expected):
+    shares = [[plan.rank_bounds(step, rank) for rank in range(plan.world_size)] for step in range(plan.num_steps)]
+    assert shares == expected
+
+
+def test_samples_that_are_fewer_than_the_ranks_of_a_resume_are_counted_as_left_out():
+    plan = EpochPlan(100, 10, 8, start=97)
+    assert (plan.num_steps, plan.num_left_out, plan.most_rows) == (0, 3, 0)
+
+
+@pytest.mark.parametrize("step", [-1, 4, 100])
+def test_a_step_that_does_not_exist_is_refused(step):
+    with pytest.raises(IndexError, match=rf"^step {step} of 4\.$"):
+        EpochPlan(40, 10).bounds(step)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1."),
+        ({"batch_size": -2}, "batch_size is -2; expected at least 1."),
+        ({"batch_size": 4, "world_size": 0}, "world_size is 0; expected at least 1."),
+        ({"batch_size": 4, "start": 11}, "start is 11; expected 0 to 10, the number of samples."),
+        ({"batch_size": 4, "start": -1}, "start is -1; expected 0 to 10, the number of samples."),
+        (
+            {"batch_size": 4, "world_size": 3, "drop_last": True},
+            "drop_last leaves no step: the dataset has 10 samples and one step takes 12 (batch_size 4 x 3 ranks). "
+            "Make batch_size smaller, or leave drop_last off.",
+        ),
+        (
+            {"batch_size": 4, "world_size": 11},
+            "10 samples cannot be shared by 11 ranks without repeating one. Use fewer ranks, or more samples.",
+        ),
+    ],
+)
+def test_sizes_that_make_no_epoch_are_refused(arguments, message):
+    with pytest.raises(ValueError) as error:
+        EpochPlan(10, **arguments)
+    assert str(error.value) == message
