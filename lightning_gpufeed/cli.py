@@ -1,7 +1,7 @@
 """The `gpufeed` command: `gpufeed pack SOURCE OUT.h5` and `gpufeed inspect FILE`.
 
-Results go to stdout; progress, warnings and errors to stderr. Exit codes: 0, 2 for anything that cannot be done as
-asked, 130 after Ctrl-C. An error is one sentence; GPUFEED_DEBUG=1 adds the traceback.
+Results go to stdout; progress, warnings and errors to stderr. An error is one sentence; GPUFEED_DEBUG=1 adds the
+traceback. Exit codes: 2 for what cannot be done as asked, 130 after Ctrl-C, 141 when nobody reads the output, else 0.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = ["main"]
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 _PLAIN_LINE_SECONDS = 5.0
 _NUM_SKIPPED_SHOWN = 10
@@ -70,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _warnings_as_lines():
             command(arguments)
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except (GpuFeedError, ValueError, OSError) as error:
         if os.environ.get("GPUFEED_DEBUG"):
             traceback.print_exc()

@@ -20,6 +20,7 @@ import lightning_gpufeed
 from lightning_gpufeed import cli
 from lightning_gpufeed.cli import main
 from lightning_gpufeed.hdf5.inspection import inspect_file
+from lightning_gpufeed.hdf5.journal import Journal
 from lightning_gpufeed.hdf5.report import Advice
 from lightning_gpufeed.hdf5.writer import PackProgress, PackReport, pack
 
@@ -183,17 +184,11 @@ def test_images_that_cannot_be_read_are_listed_and_the_rest_is_packed(run):
 
 def test_a_warning_is_one_line(run):
     write_h5("in.h5", images=pixels(60, 3, 8, 8))
-    Path("out.h5.partial.json").write_text("{}")
-
-    def warn(*_, **__):
-        import warnings
-
-        warnings.warn("the sky is falling", UserWarning, stacklevel=2)
-        return PackReport(Path("o.h5"), 1, {}, (), 0, None, 1, 1.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "pack", warn)
-        assert run("pack", "in.h5", "out.h5")[2] == "gpufeed: warning: the sky is falling\n"
+    Path("out.h5.partial").touch()
+    Journal(source="another one", options={}).save(Path("out.h5.partial.json"))
+    code, _, err = run("pack", "in.h5", "out.h5")
+    assert code == 0
+    assert re.fullmatch(r"gpufeed: warning: out\.h5\.partial is begun anew[^\n]+\n", err)
 
 
 # -- inspect
@@ -222,8 +217,10 @@ def test_inspect_prints_json(run):
 def test_inspect_verifies_what_pack_wrote(run):
     np.savez("in.npz", images=pixels(60, 3, 8, 8), labels=np.arange(60))
     run("pack", "in.npz", "out.h5", "--chunk-bytes", "2000")
-    assert run("inspect", "out.h5", "--verify")[1].endswith("verified    7 chunks match their checksums\n")
-    assert json.loads(run("inspect", "out.h5", "--verify", "--json")[1])["verified_chunks"] == 7
+    assert run("inspect", "out.h5", "--verify", "--probe-seconds", "0")[1].endswith(
+        "verified    7 chunks match their checksums\n"
+    )
+    assert json.loads(run("inspect", "out.h5", "--verify", "--json", "--probe-seconds", "0")[1])["verified_chunks"] == 7
 
 
 def test_inspect_names_a_chunk_that_does_not_match_its_checksum(run):
@@ -231,7 +228,7 @@ def test_inspect_names_a_chunk_that_does_not_match_its_checksum(run):
     run("pack", "in.npz", "out.h5", "--chunk-bytes", "2000")
     with h5py.File("out.h5", "r+") as h5_file:
         h5_file["images"][37, 0, 0, 0] ^= 1
-    code, out, err = run("inspect", "out.h5", "--verify")
+    code, out, err = run("inspect", "out.h5", "--verify", "--probe-seconds", "0")
     assert code == 2
     assert out.startswith("out.h5\n")  # the report comes all the same
     assert err.startswith("gpufeed: error: out.h5: chunk 3 of 'images', rows 30 to 39, does not match its checksum")
@@ -536,6 +533,14 @@ def test_an_interrupted_pack_keeps_what_it_has_and_the_same_command_goes_on():
     assert re.match(r"out\.h5: 640 samples, .*, going on after \d+ that an interrupted run had dealt with\n", out)
     with h5py.File("out.h5") as h5_file:
         np.testing.assert_array_equal(h5_file["images"][:, 0, 0], np.arange(640) % 256)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    write_h5("in.h5", images=pixels(60, 3, 8, 8))
+    with start("inspect", "in.h5", "--probe-seconds", "0", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, b"")
 
 
 def interrupt(*_, **__):

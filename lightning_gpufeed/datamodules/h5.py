@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_gpufeed.datamodules.resume import ResumedEpoch
+from lightning_gpufeed.datamodules.resume import shift_batch_progress
 from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.loader import H5Loader
@@ -132,7 +132,7 @@ class H5DataModule(LightningDataModule):
         self._num_slots = num_slots
         self._pin_memory = pin_memory
         self._loaders: dict[Split, H5Loader] = {}
-        self._resumed: ResumedEpoch | None = None
+        self._resumed: dict[str, Any] | None = None
         self._is_described = False
 
     # What each split is made of --------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class H5DataModule(LightningDataModule):
         if name is None:
             raise ValueError(f"stage is {stage!r}; expected one of {', '.join(_STAGE_SPLITS)}.")
         if name == "fit":
-            self._forget_resumed()
+            self._resumed = None
         for split in _STAGE_SPLITS[name]:
             if self._splits.get(split) is None and (name, split) != ("fit", "val"):
                 raise ValueError(self._no_data(split))
@@ -180,7 +180,8 @@ class H5DataModule(LightningDataModule):
         """
         loader = self._loader("train")
         if self._resumed is not None:
-            self._resumed.continue_in(loader, self.trainer)
+            # Once the Trainer names a later epoch, only seed and shuffle of the state are left in force.
+            loader.load_state_dict(self._resumed)
         return loader
 
     def val_dataloader(self) -> H5Loader:
@@ -345,13 +346,9 @@ class H5DataModule(LightningDataModule):
             return
         loader = self._loader("train")
         loader.load_state_dict(state_dict["train"])
-        self._resumed = ResumedEpoch(state_dict["train"])
-        self._resumed.announce(loader, trainer)
-
-    def _forget_resumed(self) -> None:
-        if self._resumed is not None:
-            self._resumed.forget()
-            self._resumed = None
+        self._resumed = dict(state_dict["train"])
+        if trainer is not None:
+            shift_batch_progress(trainer, loader.position.steps_done - self._resumed["steps_done"])
 
     def teardown(self, stage: str) -> None:
         """End threads and close files; the next `setup` opens them again.
@@ -359,8 +356,7 @@ class H5DataModule(LightningDataModule):
         Args:
             stage: Given by the Trainer.
         """
-        if stage == "fit":
-            self._forget_resumed()
+        self.__dict__.pop("val_dataloader", None)
         for loader in self._loaders.values():
             loader.close()
         for source, _ in self._splits.opened().values():

@@ -120,8 +120,7 @@ def open_file(path: StrPath) -> Iterator[Any]:
     if os.path.isdir(name):
         raise LayoutError(f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5")
     try:
-        # Readers here take whole chunks and keep them themselves: HDF5's own cache would hold each a second time.
-        h5_file = h5py.File(name, "r", locking="best-effort", rdcc_nbytes=0)
+        h5_file = h5py.File(name, "r", locking="best-effort")
     except OSError as error:
         if isinstance(error, PermissionError):
             raise

@@ -65,9 +65,9 @@ class BlockReader:
         target = out.view(len(indices), -1).view(torch.uint8)
         reads = plan_block_reads(indices, self._num_samples, self._block_rows)
         for read in reads:
+            # Copied out under the lock: another thread may want the block's memory for another block.
             with self._lock:
-                block = self._block(read)
-            rows = block.index_select(0, torch.from_numpy(read.rows))
+                rows = self._block(read).index_select(0, torch.from_numpy(read.rows))
             target.index_copy_(0, torch.from_numpy(read.slots), rows)
         # Looked at afterwards: what is whole now was whole when it was read.
         for number in {read.file_index for read in reads}:
@@ -81,7 +81,8 @@ class BlockReader:
             return self._cache[at]
         layout = self._layouts[read.file_index]
         h5_dataset = self._h5_dataset(read.file_index)
-        values = np.empty((read.stop_row - read.start_row, *layout.sample_shape), dtype=layout.dtype)
+        memory = self._memory_for(read.file_index)
+        values = memory.view(layout.dtype).reshape(-1, *layout.sample_shape)[: read.stop_row - read.start_row]
         try:
             h5_dataset.read_direct(values, np.s_[read.start_row : read.stop_row])
         except OSError as error:
@@ -90,12 +91,20 @@ class BlockReader:
                 f"read: {error}. The chunk is damaged or its filter failed; copy or pack the file again."
             ) from error
         self.num_block_reads += 1
-        block = torch.from_numpy(values).view(len(values), -1).view(torch.uint8)
-        self._cache[at] = block
-        self._cached_bytes += values.nbytes
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].numel()
-        return block
+        self._cache[at] = torch.from_numpy(memory).view(-1, layout.sample_bytes)
+        self._cached_bytes += memory.nbytes
+        return self._cache[at]
+
+    def _memory_for(self, file_index: int) -> npt.NDArray[np.uint8]:
+        """Memory for one full block; from the block unused longest once the limit is reached."""
+        # Given back to the allocator and taken again, by a new thread in every epoch, it would make the process grow.
+        num_bytes = self._block_rows[file_index] * self._layouts[file_index].sample_bytes
+        while self._cache and self._cached_bytes + num_bytes > self._cache_bytes:
+            _, block = self._cache.popitem(last=False)
+            self._cached_bytes -= block.numel()
+            if block.numel() == num_bytes:
+                return block.view(-1).numpy()
+        return np.empty(num_bytes, dtype=np.uint8)
 
     def _h5_dataset(self, file_index: int) -> Any:
         """The open dataset of a file."""

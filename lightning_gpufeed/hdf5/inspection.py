@@ -258,17 +258,14 @@ _NO_DATA = Advice("there is no dataset that could be read")
 def _count_checksums(h5_file: Any) -> dict[str, int]:
     """Key -> chunks with a checksum."""
     found: dict[str, int] = {}
+
+    def note(key: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[key] = int(item.shape[0])
+
     group = h5_file.get(f"{PRIVATE_GROUP}/crc32")
     if isinstance(group, h5py.Group):
-        for name, item in _walk(group):
-            found[name] = int(item.shape[0])
-    return found
-
-
-def _walk(group: Any) -> list[tuple[str, Any]]:
-    """All arrays below a group."""
-    found: list[tuple[str, Any]] = []
-    group.visititems(lambda name, item: found.append((name, item)) if getattr(item, "shape", None) else None)
+        group.visititems(note)
     return found
 
 
@@ -293,7 +290,8 @@ def _find_splits(path: str, layouts: Sequence[H5DatasetLayout]) -> list[_Split]:
         main, label = None, None
         with suppress(LayoutError):  # none can be told for the images, or for the labels
             main = find_image_key(path, group)
-        main = main or max(members, key=lambda layout: layout.total_bytes).key
+        # Of variable length only the references are counted, so they win a draw.
+        main = main or max(members, key=lambda layout: (layout.total_bytes, not layout.is_tensor)).key
         with suppress(LayoutError):
             label = find_label_key(path, group, main)
         splits.append(_Split(by_key[main], by_key[label] if label else None, members))

@@ -39,7 +39,7 @@ def describe_labels(key: str, labels: Array) -> LabelReport | None:
     Returns:
         The report; None if most values occur once, as numbers of samples do: these are no classes.
     """
-    counts = np.unique(labels, return_counts=True)[1]
+    counts = _class_counts(labels)
     num_samples, num_classes = len(labels), len(counts)
     if num_classes > max(2, num_samples // 2):
         return None
@@ -80,14 +80,22 @@ def window_variety(labels: Array, *, window_samples: int = WINDOW_SAMPLES, batch
         low, high = max(0, start - window_samples), min(num_samples, start + batch_size + window_samples)
         order = shuffle.permutation(high - low, 0, number)[start - low : start - low + batch_size]
         found.append(len(np.unique(labels[low:high][order])))
-    return min(1.0, float(np.mean(found)) / _full_variety(labels, batch_size))
+    return min(1.0, float(np.mean(found)) / _full_variety(_class_counts(labels), batch_size))
 
 
-def _full_variety(labels: Array, batch_size: int) -> float:
+def _class_counts(labels: Array) -> npt.NDArray[np.int64]:
+    """How often each label occurs."""
+    if labels.min() >= 0 and labels.max() < len(labels):
+        # Class numbers as they should be: counting takes a small part of the time of sorting.
+        counts = np.bincount(labels.astype(np.int64, copy=False))
+        return counts[counts > 0]
+    return np.unique(labels, return_counts=True)[1]
+
+
+def _full_variety(counts: npt.NDArray[np.int64], batch_size: int) -> float:
     """Expected number of different classes among `batch_size` samples drawn without repeats."""
-    counts = torch.from_numpy(np.unique(labels, return_counts=True)[1]).double()
-    total = torch.tensor(float(len(labels)), dtype=torch.float64)
-    without = total - counts  # samples of other classes
+    total, of_class = torch.tensor(float(counts.sum()), dtype=torch.float64), torch.from_numpy(counts).double()
+    without = total - of_class  # samples of other classes
     # Ways to draw the whole batch from other classes, out of all ways; none where they are fewer than the batch.
     log_absent = _log_ways(without, batch_size) - _log_ways(total, batch_size)
     absent = torch.where(without >= batch_size, log_absent.exp(), 0.0)

@@ -65,7 +65,8 @@ class H5DatasetLayout:
         path: The file that was asked for, absolute.
         key: Path of the dataset inside the file.
         shape: (num_samples, *sample_shape).
-        dtype: Native-order element type; `object` for variable-length values.
+        dtype: Native-order element type; `object` for strings and variable-length values.
+        is_text: Whether the elements are strings.
         storage: Where HDF5 keeps the bytes.
         chunk_shape: Shape of one chunk, None unless chunked.
         filters: Names of the filters a chunk passes through, in order.
@@ -84,6 +85,7 @@ class H5DatasetLayout:
     key: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    is_text: bool
     storage: Storage
     chunk_shape: tuple[int, ...] | None
     filters: tuple[str, ...]
@@ -207,6 +209,7 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
         key=key,
         shape=tuple(int(n) for n in h5_dataset.shape),
         dtype=dtype,
+        is_text=h5py.check_string_dtype(h5_dataset.dtype) is not None,
         storage=storage,
         chunk_shape=chunk_shape,
         filters=filters,

@@ -127,15 +127,12 @@ class H5Loader:
             )
 
     def __len__(self) -> int:
-        """Batches of this rank in the epoch that runs or, between two, in the coming one.
+        """Batches of this rank in an epoch.
 
         Returns:
-            In an epoch resumed with other sizes: those handed out before plus those to come.
+            The same for every epoch. A resumed one has the batches that are left of it as its last ones.
         """
-        to_come = self._plan(self.position.samples_consumed).num_steps
-        if not to_come and self.position.is_begun:
-            return self._plan(0).num_steps
-        return self.position.steps_done + to_come
+        return self._plan(0).num_steps
 
     @property
     def step_samples(self) -> int:
@@ -171,8 +168,9 @@ class H5Loader:
         return SimpleNamespace(sampler=self.position, batch_size=self.batch_size)
 
     def is_ready(self) -> bool:
-        """Whether the next batch can be had without waiting. False before the first batch of an epoch."""
-        return self._feed is not None and self._feed.is_ready()
+        """Whether the next batch can be had without waiting. False outside of an epoch and before its first batch."""
+        running = self._running() if self._running is not None else None
+        return running is not None and not running.is_over and self._feed is not None and self._feed.is_ready()
 
     def _stop_running(self) -> None:
         """End the iteration that runs, if any, and wait for its thread, dropped by its user or not."""
@@ -230,11 +228,11 @@ class H5Loader:
                 f"order cannot be continued over other data. Use the same files and split, or start without the "
                 f"loader's state."
             )
-        if state_dict["epoch"] < self.position.first_epoch:
-            return
         self.seed = state_dict["seed"]
         self.shuffle = parse_shuffle(state_dict["shuffle"])
-        self.position.load(state_dict["epoch"], state_dict["samples_consumed"], state_dict["steps_done"])
+        # Counted in steps of today's size, so that what is left ends where every epoch ends.
+        steps_left = self._plan(state_dict["samples_consumed"]).num_steps
+        self.position.load(state_dict["epoch"], state_dict["samples_consumed"], len(self) - steps_left)
 
     def close(self) -> None:
         """End the thread and close the files, unless the source was given open. Iterating again opens them."""
@@ -310,14 +308,14 @@ class _Iteration:
         self._plan: EpochPlan | None = None
         self._step = 0
         self.is_replaced = False
-        self._is_over = False
+        self.is_over = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         loader = self._loader
-        if self._is_over:
+        if self.is_over:
             raise StopIteration
         if self.is_replaced:
             raise FeedError(
@@ -331,7 +329,7 @@ class _Iteration:
         try:
             batch = next(feed)
         except BaseException:
-            self._is_over = True
+            self.is_over = True
             raise
         first, stop = self._plan.bounds(self._step)
         rank_first, rank_stop = self._plan.rank_bounds(self._step, loader.rank)

@@ -18,8 +18,7 @@ class EpochPosition:
         epoch: The epoch running, or to come.
         samples_consumed: Samples of it that all ranks together were handed.
         is_begun: Whether an iteration over this epoch has begun.
-        first_epoch: Positions in earlier epochs are over; `H5Loader.load_state_dict` passes them by.
-        steps_done: Batches of it that each rank was handed.
+        steps_done: Batches of it that each rank was handed, counted back from its end after a resume with other sizes.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,6 @@ class EpochPosition:
         self.epoch = 0
         self.samples_consumed = 0
         self.steps_done = 0
-        self.first_epoch = 0
         self.is_begun = False
         self._is_epoch_set = False
 

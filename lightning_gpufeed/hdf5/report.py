@@ -229,7 +229,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return "less than 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
 def _wrap(label: str, text: str) -> list[str]:

@@ -298,12 +298,17 @@ def _refuse_unequal_lengths(path: str, layouts: Sequence[H5DatasetLayout]) -> No
         )
 
 
+def _type_name(layout: H5DatasetLayout) -> str:
+    return "text" if layout.is_text else str(layout.dtype) if layout.is_tensor else "numbers of variable length"
+
+
 def _refuse_different_shapes(layouts: Sequence[H5DatasetLayout]) -> None:
     first = layouts[0]
     for layout in layouts[1:]:
-        if (layout.sample_shape, layout.dtype) != (first.sample_shape, first.dtype):
+        here, there = ((one.sample_shape, one.dtype, one.is_text) for one in (layout, first))
+        if here != there:
             raise LayoutError(
                 f"{layout.path}: dataset {layout.key!r} has samples of shape {layout.sample_shape} and type "
-                f"{layout.dtype}, but {first.path} has {first.sample_shape} and {first.dtype}. "
+                f"{_type_name(layout)}, but {first.path} has {first.sample_shape} and {_type_name(first)}. "
                 f"Files used as one dataset must agree."
             )

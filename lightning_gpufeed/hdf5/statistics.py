@@ -18,8 +18,8 @@ def channel_statistics(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Population mean and standard deviation of a field, per channel, in the units stored.
 
-    Reads every sample once, in the order of the file, 16 MiB at a time. Integer images are counted by value, so
-    the result does not depend on the order of summation.
+    Reads every sample once, in the order of the file, 16 MiB at a time. uint8 images are counted by value, so the
+    result does not depend on the order of summation; others are summed in float64.
 
     Args:
         source: Where to read.
@@ -58,9 +58,7 @@ def channel_statistics(
         else:
             # Values are taken relative to the first block's mean, so that the squares do not cancel.
             exact = flat.astype(np.float64)
-            if shift is None:
-                # A whole number keeps the sums of integers exact.
-                shift = exact.mean(axis=1).round() if block.dtype.kind in "iu" else exact.mean(axis=1)
+            shift = exact.mean(axis=1) if shift is None else shift
             total = total + (exact - shift[:, None]).sum(axis=1)
             squares = squares + ((exact - shift[:, None]) ** 2).sum(axis=1)
         count += flat.shape[1]

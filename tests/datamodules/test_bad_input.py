@@ -17,7 +17,6 @@ import torch
 from lightning_gpufeed import FeedError, GpuFeedError, H5DataModule, H5ImageDataModule, LayoutError
 from tests.datamodules.models import Recorder, make_trainer, warnings_of, write_images
 
-pytestmark = pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero:UserWarning")
 
 
 def fit(datamodule: H5DataModule, model: Recorder | None = None, **settings: Any) -> None:
@@ -299,23 +298,26 @@ def test_an_argument_that_does_not_fit_the_data(tmp_path, arguments, text):
 def test_training_without_training_data(tmp_path):
     path = write_images(tmp_path / "a.h5", 10)
     assert message(ValueError, H5ImageDataModule(val=path)) == (
-        "H5ImageDataModule has no training data: train= is missing."
+        "H5ImageDataModule has no train data: give train=, or arrays whose names say 'train'."
     )
 
 
 def test_a_fraction_of_nothing(tmp_path):
-    assert message(ValueError, H5ImageDataModule(val=0.5)) == (
+    with pytest.raises(ValueError, match="is missing") as caught:
+        make_trainer().validate(Recorder(), H5ImageDataModule(val=0.5))
+    assert str(caught.value) == (
         "a fraction or an index array is a part of the training data, but train= is missing."
     )
 
 
-@pytest.mark.parametrize("stage", ["test", "predict"])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluating_without_data_for_it(tmp_path, stage):
     path = write_images(tmp_path / "a.h5", 10)
     with pytest.raises(ValueError, match="has no") as caught:
         getattr(make_trainer(), stage)(Recorder(), datamodule=H5ImageDataModule(path))
+    split = {"validate": "val"}.get(stage, stage)
     assert str(caught.value) == (
-        f"H5ImageDataModule has no {stage} data: give {stage}=, or arrays whose names say {stage!r}."
+        f"H5ImageDataModule has no {split} data: give {split}=, or arrays whose names say {split!r}."
     )
 
 

@@ -21,7 +21,6 @@ from tests.datamodules.models import Recorder, make_trainer, read, write_images
 pytestmark = [
     # Both are tested by themselves: test_bad_input.py and test_h5.py.
     pytest.mark.filterwarnings("ignore:batch_size .* is more than the dataset has:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero:UserWarning"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,11 @@ from lightning_gpufeed import FeedError, H5ImageDataModule, H5Loader
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, same_bits, state_of, write_images
 
 # The runs that resume have no callbacks that would save again.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to:UserWarning"),
+    # ... or that save elsewhere.
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning"),
+]
 
 NUM_SAMPLES, NUM_VAL, BATCH_SIZE, NUM_EPOCHS = 18, 5, 4, 2  # five steps an epoch, the last one of two samples
 
@@ -139,16 +143,46 @@ def test_another_batch_size_sees_exactly_the_remaining_samples_and_then_full_epo
                 full.resume(checkpoint, model, {"batch_size": batch_size, "eval_batch_size": BATCH_SIZE})
         else:
             full.resume(checkpoint, model, {"batch_size": batch_size, "eval_batch_size": BATCH_SIZE})
-        at, _ = full.position(checkpoint)
         for epoch in range(3):
             trained, remaining = model.trained_by_epoch.get(epoch, []), full.remaining(checkpoint, epoch)
             if trained != remaining:
                 wrong.append(f"{checkpoint.name}: epoch {epoch} trained on {trained} instead of {remaining}")
-            # Every epoch that goes on for at least one step is validated once, at its end.
-            elif remaining and epoch > at and _num_validations(model, epoch) != 1:
+            # An epoch that goes on for at least one step is validated once, at its end.
+            elif remaining and _num_validations(model, epoch) != 1:
                 wrong.append(f"{checkpoint.name}: epoch {epoch} validated {_num_validations(model, epoch)} times")
-            elif remaining and epoch == at and _num_validations(model, epoch) != 1:
-                wrong.append(f"{checkpoint.name}: the resumed epoch validated {_num_validations(model, epoch)} times")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("reads_estimate", [False, True])
+@pytest.mark.parametrize("first", ["step-02", "step-07", "epoch-0"])
+def test_resuming_again_and_again_with_other_sizes_sees_every_sample_of_every_epoch_once(
+    tmp_path, files, first, reads_estimate
+):
+    # The first link is never a checkpoint of an epoch's last step: after resuming from one, Lightning 2.6 counts one
+    # epoch too few in the checkpoints that it writes then, over any loader.
+    full = Run(files, tmp_path / "saved", Recorder(reads_estimate=reads_estimate), {}, max_epochs=3)
+    wrong = []
+    for size in (2, 5):
+        folder = tmp_path / f"again_{size}"
+        data = {"batch_size": size, "eval_batch_size": BATCH_SIZE}
+        full.resume(
+            tmp_path / "saved" / f"{first}.ckpt",
+            Recorder(reads_estimate=reads_estimate),
+            data,
+            enable_checkpointing=True,
+            callbacks=every_checkpoint(folder),
+        )
+        for checkpoint in sorted(folder.iterdir()):
+            for last_size in (size, BATCH_SIZE):
+                model = Recorder(reads_estimate=reads_estimate)
+                full.resume(checkpoint, model, {**data, "batch_size": last_size})
+                for epoch in range(3):
+                    trained, remaining = model.trained_by_epoch.get(epoch, []), full.remaining(checkpoint, epoch)
+                    where = f"{first}, then {size}, then {checkpoint.name} with {last_size}: epoch {epoch}"
+                    if trained != remaining:
+                        wrong.append(f"{where} trained on {trained} instead of {remaining}")
+                    elif remaining and _num_validations(model, epoch) != 1:
+                        wrong.append(f"{where} validated {_num_validations(model, epoch)} times")
     assert not wrong, "\n".join(wrong)
 
 

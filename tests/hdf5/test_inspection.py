@@ -333,6 +333,13 @@ def test_labels_are_found_beside_vectors_too(path):
     assert report.probe.keys == ("features", "labels")
 
 
+def test_the_largest_array_counts_where_no_name_tells_which_are_the_images(path):
+    arrays = {"left": pixels(40, 3, 12, 12), "right": pixels(40, 12, 12), "first_class": np.arange(40) % 2}
+    write(path, **arrays, second_class=np.arange(40) % 3)
+    report = look(path, probe_seconds=0.01)
+    assert (report.main_key, report.labels) == ("left", ())
+
+
 @pytest.mark.parametrize(
     "labels",
     [pixels(40, 12, 12), np.eye(4)[np.arange(40) % 4], np.linspace(0, 1, 40), np.arange(40)],
@@ -568,12 +575,13 @@ def test_big_endian_numbers_are_to_be_packed(path):
 
 def test_values_of_different_lengths_need_another_source(path):
     with h5py.File(path, "w") as h5_file:
-        images = h5_file.create_dataset("images", (20,), h5py.vlen_dtype(np.uint8))
+        h5_file["labels"] = np.arange(20) % 2
+        pictures = h5_file.create_dataset("pictures", (20,), h5py.vlen_dtype(np.uint8))
         for number in range(20):
-            images[number] = pixels(50 + number)
+            pictures[number] = pixels(50 + number)
     advice = look(path, probe_seconds=0.01).advice
     assert advice.command == "gpufeed pack package.module:dataset OUT.h5"
-    assert advice.reason.startswith("images holds values of different lengths")
+    assert advice.reason.startswith("pictures holds values of different lengths")
 
 
 def test_a_dataset_that_is_kept_in_memory_needs_nothing(path):
@@ -722,6 +730,13 @@ images  (250, 3, 218, 178) uint8, 29.1 MB
 page cache  unknown share of images
 faster      nothing: {NOTHING}"""
     )
+
+
+def test_a_share_that_would_be_rounded_to_nothing_is_not_called_nothing():
+    labels = replace(REPORT.labels[0], window_variety=0.004)
+    text = render_report(replace(REPORT, labels=(labels,), cached_share=0.0))
+    assert "holds less than 1 % of the classes" in " ".join(text.split())
+    assert "about 0 % of images" in text
 
 
 def test_no_line_is_wider_than_a_hundred_columns(path):

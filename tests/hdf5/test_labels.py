@@ -90,7 +90,7 @@ def test_variety_is_a_share_and_does_not_depend_on_what_the_classes_are_called(
 def test_what_a_full_shuffle_is_expected_to_give_is_exact(labels, batch_size):
     drawn = min(batch_size, len(labels))
     exact = np.mean([len(set(batch)) for batch in combinations(labels, drawn)])
-    assert _full_variety(np.array(labels), drawn) == pytest.approx(exact, rel=1e-9)
+    assert _full_variety(np.unique(labels, return_counts=True)[1], drawn) == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,15 @@ def test_a_random_order_is_never_taken_for_a_clustered_one(seed, num_classes):
 def test_classes_and_their_balance_are_counted():
     report = describe_labels("y", shuffled(np.repeat([4, -1, 9], [5, 60, 35])))
     assert (report.key, report.num_classes, report.min_per_class, report.max_per_class) == ("y", 3, 5, 60)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64", "bool"])
+@pytest.mark.parametrize("shift", [0, 100])  # from 100 on the numbers are larger than there are samples
+def test_labels_of_every_type_are_counted_alike(dtype, shift):
+    labels = (np.repeat([0, 1], [30, 15]) + (0 if dtype == "bool" else shift)).astype(dtype)
+    report = describe_labels("labels", labels)
+    assert (report.num_classes, report.min_per_class, report.max_per_class) == (2, 15, 30)
+    assert report.order is LabelOrder.SORTED
 
 
 @pytest.mark.parametrize("labels", [np.arange(1000), np.arange(1000) // 1 * 3, np.arange(10) // 1])

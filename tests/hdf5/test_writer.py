@@ -74,6 +74,7 @@ class Rows:
     """A source of known rows in memory, some of which fail on request."""
 
     is_thread_safe = False
+    most_rows_per_read = 65_536
 
     def __init__(self, images: np.ndarray, failing: tuple[int, ...] = (), layout: str | None = "NCHW") -> None:
         self.images, self.failing = images, failing
@@ -736,6 +737,7 @@ warnings.simplefilter("error")  # nothing here may be begun anew
 
 class Rows:
     is_thread_safe = False
+    most_rows_per_read = 65_536
     num_samples = 60
     failing = (7, 31, 58)
     fields = {"images": FieldSpec((3, 8, 8), np.dtype("u1")), "labels": FieldSpec((), np.dtype("i8"))}

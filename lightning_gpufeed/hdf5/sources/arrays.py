@@ -64,6 +64,7 @@ class ArraySource:
     """
 
     is_thread_safe = False
+    most_rows_per_read = 65_536
 
     def __init__(
         self, arrays: Mapping[str, npt.NDArray[Any]], *, identity: str, where: str, layout: ImageLayout

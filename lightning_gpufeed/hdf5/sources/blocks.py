@@ -31,9 +31,8 @@ from lightning_gpufeed.hdf5.sources.source import RowError, Source, SourceRows
 
 __all__ = ["Block", "BlockReader", "shuffled_order"]
 
-# Blocks of this size are read and written; also the grid on which an interrupted run goes on.
+# Blocks of at most this size are read and written; also the grid on which an interrupted run goes on.
 _BLOCK_BYTES = 32 * 1024**2
-_MAX_BLOCK_ROWS = 65536
 # Blocks being read while one is written, where the source allows it.
 _NUM_READ_AHEAD = 2
 
@@ -106,7 +105,7 @@ class BlockReader:
         self.source, self._order, self._on_error = source, order, on_error
         self.conversions = plan_conversions(source.fields, scale=scale, quantize=quantize, keep_dtype=keep_dtype)
         row_bytes = max(1, sum(spec.sample_bytes for spec in source.fields.values()))
-        self._block_rows = max(1, min(_MAX_BLOCK_ROWS, _BLOCK_BYTES // row_bytes))
+        self._block_rows = max(1, min(source.most_rows_per_read, _BLOCK_BYTES // row_bytes))
         self._statistics: dict[str, ChannelStatistics] = {}
 
     def refuse_floats(self) -> None:

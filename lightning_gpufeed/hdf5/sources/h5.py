@@ -71,6 +71,7 @@ class H5FileSource:
     """
 
     is_thread_safe = False
+    most_rows_per_read = 65_536
 
     def __init__(self, file: h5py.File, path: Path, options: SourceOptions) -> None:
         self._path = path

@@ -163,6 +163,7 @@ class ImageFolderSource:
     """
 
     is_thread_safe = True
+    most_rows_per_read = 1024
 
     def __init__(self, listing: ImageListing, geometry: Geometry, options: SourceOptions) -> None:
         from lightning_gpufeed.hdf5.sources import decode

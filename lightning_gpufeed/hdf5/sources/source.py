@@ -99,6 +99,8 @@ class Source(Protocol):
         identity: Changes whenever the rows or their order do; an interrupted packing goes on only with the
             source it began with.
         is_thread_safe: Whether two threads may call `read` at once, so that reading and writing overlap.
+        most_rows_per_read: Largest number of rows `pack` asks for at once. Progress is saved between two reads, so a
+            source that takes long for a row keeps this small.
     """
 
     num_samples: int
@@ -106,6 +108,7 @@ class Source(Protocol):
     attributes: dict[str, dict[str, Any]]
     identity: str
     is_thread_safe: bool
+    most_rows_per_read: int
 
     def read(self, indices: npt.NDArray[np.int64]) -> SourceRows:
         """Read the rows `indices` (int64, any order).

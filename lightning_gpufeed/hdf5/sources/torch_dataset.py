@@ -114,6 +114,7 @@ class TorchDatasetSource:
     """
 
     is_thread_safe = False
+    most_rows_per_read = 256
 
     def __init__(self, dataset: Any, name: str, options: SourceOptions) -> None:
         self._dataset, self._name, self._keys = dataset, name, options.keys
