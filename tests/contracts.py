@@ -5,7 +5,9 @@ A check takes the implementation and what it must agree with, and fails with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,16 @@ def as_bytes(values: torch.Tensor | npt.NDArray[Any]) -> bytes:
     """The values in memory order: equal bytes are equal values, NaN and minus zero too."""
     array = values.numpy() if isinstance(values, torch.Tensor) else values
     return np.ascontiguousarray(array).tobytes()
+
+
+def exactly(message: str) -> str:
+    """A pattern for `pytest.raises(match=...)` that the whole message has to be."""
+    return rf"\A{re.escape(message)}\Z"
+
+
+def joined(parts: Iterable[list[int]]) -> list[int]:
+    """The parts one after the other."""
+    return list(itertools.chain.from_iterable(parts))
 
 
 def index_cases(num_samples: int, seed: int = 0) -> dict[str, npt.NDArray[np.int64]]:
@@ -147,9 +159,11 @@ def check_resume(make: Callable[..., H5Loader], *, other: Mapping[str, Any], fie
                 used += len(batch[field])
                 with make(**other) as resumed:
                     resumed.load_state_dict(loader.state_dict())
+                    num_left = len(resumed) - resumed.position.steps_done
+                    batches = [batch[field].tolist() for batch in resumed]
                     # An epoch that is used up is followed by the next.
-                    expected = epochs[epoch][used:] or epochs[epoch + 1]
-                    assert consumed(resumed, field) == expected, (epoch, used)
+                    assert joined(batches) == (epochs[epoch][used:] or epochs[epoch + 1]), (epoch, used)
+                    assert num_left == (len(batches) if used < num_samples else 0)
 
 
 def consumed(loader: H5Loader, field: str) -> list[int]:

@@ -97,8 +97,10 @@ class HostBufferPool:
         tensors = {}
         for name, spec in self._specs.items():
             begin = self._offsets[name]
-            part = flat[begin : begin + num_rows * spec.row_bytes]
-            tensors[name] = part.view(spec.dtype).view(num_rows, *spec.row_shape)
+            num_bytes = num_rows * spec.row_bytes
+            # Nothing to share where there is nothing.
+            part = flat[begin : begin + num_bytes].view(spec.dtype) if num_bytes else torch.empty(0, dtype=spec.dtype)
+            tensors[name] = part.view(num_rows, *spec.row_shape)
         return tensors
 
     def _pinned(self) -> torch.Tensor:

@@ -46,6 +46,7 @@ class BlockReader:
         self._cache: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
         self._files = ExitStack()
         self._open: dict[int, Any] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
         self._is_closed = False
         self.num_block_reads = 0
@@ -67,8 +68,10 @@ class BlockReader:
         for read in reads:
             # Copied out under the lock: another thread may want the block's memory for another block.
             with self._lock:
-                rows = self._block(read).index_select(0, torch.from_numpy(read.rows))
-            target.index_copy_(0, torch.from_numpy(read.slots), rows)
+                block = self._block(read)
+                rows = self._scratch_for(len(read.rows), block.shape[1])
+                torch.index_select(block, 0, torch.from_numpy(read.rows), out=rows)
+                target.index_copy_(0, torch.from_numpy(read.slots), rows)
         # Looked at afterwards: what is whole now was whole when it was read.
         for number in {read.file_index for read in reads}:
             refuse_changed_surroundings(self._layouts[number])
@@ -105,6 +108,12 @@ class BlockReader:
             if block.numel() == num_bytes:
                 return block.view(-1).numpy()
         return np.empty(num_bytes, dtype=np.uint8)
+
+    def _scratch_for(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """Memory to collect rows in, kept between reads: aligned memory that comes and goes breaks up the heap."""
+        if self._scratch.numel() < num_rows * row_bytes:
+            self._scratch = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+        return self._scratch[: num_rows * row_bytes].view(num_rows, row_bytes)
 
     def _h5_dataset(self, file_index: int) -> Any:
         """The open dataset of a file."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.device.memory import TensorSpec
+from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import open_file, open_h5_dataset
 from lightning_gpufeed.hdf5.block_reader import BlockReader, refuse_changed_surroundings
 from lightning_gpufeed.hdf5.gather_reader import GatherReader
@@ -144,14 +144,23 @@ def read_objects(layouts: Layouts) -> list[Any]:
     Returns:
         One element per sample: `str` for strings (UTF-8, or Latin-1 where the bytes are not valid UTF-8), a 1-D tensor
         for variable-length numbers, and nested lists of these where a sample is an array of them.
+
+    Raises:
+        FeedError: HDF5 cannot read the field.
     """
     values: list[Any] = []
     for layout in layouts:
         refuse_changed_surroundings(layout)
         with open_file(layout.path) as h5_file:
             h5_dataset = open_h5_dataset(h5_file, layout.key)
-            is_text = h5py.check_string_dtype(h5_dataset.dtype) is not None
-            values.extend(_plain(element, is_text) for element in h5_dataset[...])
+            try:
+                loaded = h5_dataset[...]
+            except OSError as error:
+                raise FeedError(
+                    f"{layout.path}: dataset {layout.key!r} cannot be read: {error}. The file is damaged; copy or make "
+                    f"it again."
+                ) from error
+            values.extend(_plain(element, layout.is_text) for element in loaded)
     return values
 
 

@@ -130,7 +130,7 @@ def test_resuming_with_a_one_cycle_schedule_equals_no_interruption(tmp_path, fil
 
 
 @pytest.mark.parametrize("reads_estimate", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
+@pytest.mark.parametrize("batch_size", [1, 8, 30])
 def test_another_batch_size_sees_exactly_the_remaining_samples_and_then_full_epochs(
     tmp_path, files, batch_size, reads_estimate
 ):
@@ -192,18 +192,16 @@ def _num_validations(model: Recorder, epoch: int) -> float:
     return len(samples) / NUM_VAL
 
 
-@pytest.mark.parametrize("batch_size", [BATCH_SIZE, 2, 8])
 @pytest.mark.parametrize("asked", [0, 2])
-def test_the_trainers_own_reload_setting_is_as_the_user_left_it(tmp_path, files, asked, batch_size):
+def test_the_trainers_own_reload_setting_is_as_the_user_left_it(tmp_path, files, asked):
     settings = {"reload_dataloaders_every_n_epochs": asked, "max_epochs": 3}
     full = Run(files, tmp_path / "saved", Recorder(), {}, **settings)
-    left = {
-        checkpoint.name: full.resume(
-            checkpoint, Recorder(), {"batch_size": batch_size, "eval_batch_size": BATCH_SIZE}
-        ).reload_dataloaders_every_n_epochs
-        for checkpoint in full.checkpoints
-    }
-    assert left == dict.fromkeys(left, asked)
+    for name in ("step-02", "step-05", "step-07"):
+        checkpoint = tmp_path / "saved" / f"{name}.ckpt"
+        model = Recorder()
+        trainer = full.resume(checkpoint, model, {"batch_size": 2})
+        assert trainer.reload_dataloaders_every_n_epochs == asked
+        assert model.trained_by_epoch.get(2) == full.remaining(checkpoint, 2)
 
 
 def test_a_datamodule_resumed_once_does_not_change_the_next_trainers_reload_setting(tmp_path, files):

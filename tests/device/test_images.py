@@ -48,9 +48,7 @@ def assert_bitwise(result: torch.Tensor, expected: np.ndarray) -> None:
 
 @each_layout
 @each_format
-@pytest.mark.parametrize(
-    ("dtype", "full_scale"), [(torch.uint8, 255), (torch.uint16, 65535), (torch.bool, 1)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "full_scale"), [(torch.uint8, 255), (torch.uint16, 65535), (torch.bool, 1)], ids=str)
 def test_unsigned_images_are_divided_by_their_largest_value_then_normalised(layout, channels_last, dtype, full_scale):
     images, (mean, std) = stored(layout, dtype), statistics(layout)
     result = ImagePreparation(layout, mean, std, channels_last=channels_last)(images)

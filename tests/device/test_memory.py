@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpufeed.device.memory import HostBufferPool, TensorSpec
+from tests.contracts import exactly
 from tests.doubles import WAIT_SECONDS
 
 SPECS = {
@@ -55,9 +57,7 @@ def test_a_set_has_the_shapes_and_types_asked_for(num_rows):
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=3),
-        st.builds(
-            TensorSpec, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(DTYPES)
-        ),
+        st.builds(TensorSpec, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(DTYPES)),
         min_size=1,
         max_size=5,
     ),
@@ -70,7 +70,7 @@ def test_tensors_of_a_set_are_aligned_and_do_not_overlap(specs, most_rows, num_r
         num_rows = most_rows
     batch = pool.acquire(num_rows)
     spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in batch.values() if tensor.nbytes)
-    for (start, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (start, size), (following, _) in itertools.pairwise(spans):
         assert start + size <= following
     assert all(start % 64 == 0 for start, _ in spans)
     assert sum(size for _, size in spans) <= pool.buffer_bytes
@@ -82,11 +82,10 @@ def test_tensors_of_a_set_are_aligned_and_do_not_overlap(specs, most_rows, num_r
 
 
 def test_more_rows_than_planned_are_refused():
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(
+        ValueError, match=exactly("5 rows asked of a pool whose buffers hold 4; make the pool with a larger most_rows.")
+    ):
         pool_of(most_rows=4).acquire(5)
-    assert str(error.value) == (
-        "5 rows asked of a pool whose buffers hold 4; make the pool with a larger most_rows."
-    )
 
 
 def test_a_row_has_as_many_bytes_as_its_elements():
@@ -130,7 +129,7 @@ HOLD = {
     "a dlpack capsule": lambda batch: batch["image"].__dlpack__(),
     "a tensor by way of dlpack": lambda batch: torch.from_dlpack(batch["image"]),
     "a numpy array by way of dlpack": lambda batch: np.from_dlpack(batch["image"]),
-    "what autograd saved": lambda batch: (batch["weight"] * torch.ones(2, dtype=torch.float16, requires_grad=True)),
+    "what autograd saved": lambda batch: batch["weight"] * torch.ones(2, dtype=torch.float16, requires_grad=True),
     "a detached tensor": lambda batch: batch["image"].detach(),
     "a parameter": lambda batch: torch.nn.Parameter(batch["weight"]),
 }

@@ -70,7 +70,9 @@ def test_an_item_may_be_anything(item):
     assert list(Feed(lambda _: item, 3)) == [item] * 3
 
 
-@pytest.mark.parametrize("error", [FeedError("bad chunk 7"), ValueError("odd"), KeyboardInterrupt("stop"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [FeedError("bad chunk 7"), ValueError("odd"), KeyboardInterrupt("stop"), SystemExit(3)]
+)
 def test_an_error_of_the_producer_arrives_itself_after_the_good_items(error):
     feed = Feed(LoggedProducer(EventLog(), errors={2: error}), 5, num_slots=4)
     assert [next(feed), next(feed)] == ["item 0", "item 1"]

@@ -132,7 +132,7 @@ def test_labels_that_nothing_decides_are_asked_for_with_a_list(found, listed):
     with pytest.raises(LayoutError) as error:
         find_label_key(PATH, found, "images")
     assert str(error.value) == (
-        f"data.h5: several arrays could be the labels: {listed}. Name one with label_key=, or say label_key=\"\" for "
+        f'data.h5: several arrays could be the labels: {listed}. Name one with label_key=, or say label_key="" for '
         f"none."
     )
 

@@ -1,0 +1,242 @@
+"""One test for every bug that was found and fixed, with its story.
+
+A test comes here in the change that fixes the bug, and has to fail without the fix. It is the smallest training, or
+the shortest call, that showed the bug; the rule that the bug broke is tested in the file of the part it belongs to.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from lightning_gpufeed import H5DataModule, H5ImageDataModule, H5Loader
+from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning"),
+]
+
+NUM_SAMPLES = 16
+EVERYTHING = list(range(NUM_SAMPLES))
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "train.h5", NUM_SAMPLES)
+
+
+def fit(datamodule: Any, model: Recorder | None = None, checkpoint: Path | None = None, **settings: Any) -> Recorder:
+    model = model or Recorder()
+    make_trainer(**{"max_epochs": 2, **settings}).fit(model, datamodule, ckpt_path=checkpoint)
+    return model
+
+
+def saved(train: Path, folder: Path, *, checkpoint: Path | None = None, batch_size: int = 4, **settings: Any) -> Path:
+    """Train and save after every step."""
+    fit(
+        H5ImageDataModule(train, batch_size=batch_size),
+        checkpoint=checkpoint,
+        enable_checkpointing=True,
+        callbacks=every_checkpoint(folder)[:2],
+        **settings,
+    )
+    return folder
+
+
+# Lightning's own ---------------------------------------------------------------------------------------------
+
+
+class Dicts(Recorder):
+    """Takes the dicts of an H5Loader, and only trains."""
+
+    validation_step = None  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Make a pair of them."""
+        return super().training_step((batch["images"].float(), batch["labels"]), batch_idx)
+
+
+@pytest.mark.parametrize("reads_estimate", [False, True])
+def test_lightning_drops_a_loaders_state_when_the_number_of_steps_was_asked_for(train, tmp_path, reads_estimate):
+    # Reading `trainer.estimated_stepping_batches` in configure_optimizers (every schedule with a fixed length does)
+    # makes Lightning 2.6 ask for the loader before it has read the loader's state from the checkpoint, and never look
+    # again: a resumed epoch silently begins from its start. A loader given to the Trainer by itself cannot help it; the
+    # DataModules keep the position a second time, in their own state. If the first half fails, Lightning is repaired.
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": every_checkpoint(tmp_path / "alone")[:1]}
+    with H5Loader(train, 4) as loader:
+        whole = Dicts()
+        make_trainer(max_epochs=2, **settings).fit(whole, loader)
+    with H5Loader(train, 4) as loader:
+        alone = Dicts(reads_estimate=reads_estimate)
+        make_trainer(max_epochs=2).fit(alone, loader, ckpt_path=tmp_path / "alone" / "step-02.ckpt")
+    is_kept = alone.trained == whole.trained[2:]
+    assert is_kept is not reads_estimate
+
+    checkpoint = saved(train, tmp_path / "module") / "step-02.ckpt"
+    resumed = fit(H5ImageDataModule(train, batch_size=4), Recorder(reads_estimate=reads_estimate), checkpoint)
+    assert resumed.trained == whole.trained[2:]
+
+
+# Resuming ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads_estimate", [False, True])
+def test_epochs_after_a_resume_with_smaller_batches_were_cut_short(train, tmp_path, reads_estimate):
+    # Lightning trains every epoch for the number of batches it was told once. It was told the number of the resumed
+    # epoch, 4 batches of 4, and then stopped the epochs that followed after 4 batches of 2: half of the samples.
+    checkpoint = saved(train, tmp_path / "saved", max_epochs=3) / "step-04.ckpt"
+    model = Recorder(reads_estimate=reads_estimate)
+    fit(H5ImageDataModule(train, batch_size=2), model, checkpoint, max_epochs=3)
+    assert {epoch: sorted(samples) for epoch, samples in model.trained_by_epoch.items()} == {1: EVERYTHING, 2: EVERYTHING}
+
+
+def test_epochs_after_a_second_resume_were_cut_short(train, tmp_path):
+    # The same, one resume later: the epoch was an odd one still, but its batches had today's size, which was taken for
+    # a sign that nothing is odd. Since then every epoch has the same length, and Lightning's count is moved instead.
+    first = saved(train, tmp_path / "first") / "step-02.ckpt"
+    second = saved(train, tmp_path / "second", checkpoint=first, batch_size=2) / "step-03.ckpt"
+    model = fit(H5ImageDataModule(train, batch_size=2), checkpoint=second)
+    assert len(model.trained_by_epoch[0]) == NUM_SAMPLES - 2 * 4 - 2
+    assert sorted(model.trained_by_epoch[1]) == EVERYTHING
+
+
+def test_testing_a_checkpoint_moved_the_next_training(train, tmp_path):
+    # Lightning restores a DataModule for `trainer.test(ckpt_path=...)` too. The position waited for the next training
+    # loader, and a new training began in the middle of its first epoch.
+    checkpoint = saved(train, tmp_path / "saved") / "step-02.ckpt"
+    datamodule = H5ImageDataModule(train, test=train, batch_size=4)
+    make_trainer().test(Recorder(), datamodule, ckpt_path=checkpoint, verbose=False)
+    assert sorted(fit(datamodule, max_epochs=1).trained_by_epoch[0]) == EVERYTHING
+
+
+def test_a_checkpoint_of_other_data_could_not_be_tested(train, tmp_path):
+    # For the same reason: "the position was saved over other data", where no position was needed.
+    checkpoint = saved(train, tmp_path / "saved") / "step-02.ckpt"
+    other = write_images(tmp_path / "other.h5", NUM_SAMPLES, seed=9)
+    datamodule = H5ImageDataModule(other, test=other, batch_size=4)
+    fit(datamodule, max_epochs=1)
+    model = Recorder()
+    make_trainer().test(model, datamodule, ckpt_path=checkpoint, verbose=False)
+    assert model.samples("test") == EVERYTHING
+
+
+def test_a_reloaded_loader_forgot_the_order_it_was_resumed_with(train, tmp_path):
+    # A resumed run goes on in the order it was saved with, whatever seed the DataModule has now. A loader made anew for
+    # the next epoch (reload_dataloaders_every_n_epochs) took the DataModule's.
+    checkpoint = saved(train, tmp_path / "saved") / "step-02.ckpt"
+    whole = fit(H5ImageDataModule(train, batch_size=4))
+    datamodule = H5ImageDataModule(train, batch_size=4, seed=5)
+    resumed = fit(datamodule, checkpoint=checkpoint, reload_dataloaders_every_n_epochs=1)
+    assert resumed.trained == whole.trained[2:]
+
+
+def test_a_trainers_reload_setting_was_changed_by_what_another_one_did(train, tmp_path):
+    # A resume with other sizes set the switch on its Trainer. When the epoch was the last one it was never put back,
+    # and the next Trainer that used the DataModule got the first one's old setting.
+    checkpoint = saved(train, tmp_path / "saved", max_epochs=1) / "step-01.ckpt"
+    datamodule = H5ImageDataModule(train, batch_size=8)
+    fit(datamodule, checkpoint=checkpoint, max_epochs=1)
+    trainer = make_trainer(max_epochs=1, reload_dataloaders_every_n_epochs=2)
+    trainer.fit(Recorder(), datamodule)
+    assert trainer.reload_dataloaders_every_n_epochs == 2
+
+
+# Values ------------------------------------------------------------------------------------------------------
+
+
+def test_validation_images_were_decoded_with_the_scale_of_the_training_file(train, tmp_path):
+    # Quantised files state a scale and an offset each. Those of the first training file were applied to every split.
+    stated = [{"scale": 0.01, "offset": -1.0}, {"scale": 0.5, "offset": 3.0}]
+    paths = [write_images(tmp_path / f"{n}.h5", 4, seed=n, attributes=stated[n]) for n in range(2)]
+    model = Recorder(keep_images=True)
+    fit(H5ImageDataModule(paths[0], val=paths[1], batch_size=4), model, max_epochs=1)
+    [images] = model.images["validate"]
+    assert torch.equal(images[:, 0], read(paths[1], "images").float() * 0.5 + 3.0)
+
+
+def test_a_named_label_was_ignored_when_the_images_were_not_named(train):
+    # label_key= was only looked at together with image_key=; alone, labels were searched as if nothing had been given.
+    with h5py.File(train, "a") as h5_file:
+        h5_file["coarse"] = np.arange(NUM_SAMPLES) + 100
+    model = fit(H5ImageDataModule(train, label_key="coarse", batch_size=16, shuffle=None), max_epochs=1)
+    assert model.trained_by_epoch[0] == list(range(100, 100 + NUM_SAMPLES))
+
+
+def test_a_packed_file_with_a_channel_that_never_changes_could_not_be_used(tmp_path):
+    # Its standard deviation is stated as 0, which was refused as if a user had given it.
+    path = write_images(tmp_path / "a.h5", 4, images=np.full((4, 9, 8), 7, np.uint8), attributes={"mean": [0], "std": [0]})
+    datamodule = H5ImageDataModule(path, batch_size=4)
+    fit(datamodule, max_epochs=1)
+    assert datamodule.std == (1.0,)
+
+
+def test_a_fraction_in_yaml_was_taken_for_the_name_of_a_file():
+    # jsonargparse takes the first member of a union that fits, and a text fits everything: val: 0.1 became "0.1".
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(H5ImageDataModule, "data")
+    parsed = parser.parse_args(["--data.train=[a.h5, b.h5]", "--data.val=0.1", "--data.shuffle=false"])
+    assert (parsed.data.train, parsed.data.val, parsed.data.shuffle) == (["a.h5", "b.h5"], 0.1, False)
+
+
+# Threads and files -------------------------------------------------------------------------------------------
+
+
+def test_the_reading_thread_outlived_an_epoch_that_was_cut_short(train):
+    # Lightning lets go of an iterator before it tears the DataModule down. The thread was only told to stop, by the
+    # garbage collector; nobody waited for it, and sometimes it opened the file again that had just been closed.
+    with h5py.File(train, "a") as h5_file:
+        noise = np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 400_000), dtype=np.uint8)
+        h5_file.create_dataset("noise", data=noise, chunks=(1, 400_000), compression="gzip")  # slow to decode
+
+    class Quick(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer.weight.sum()
+
+    datamodule = H5DataModule(train, batch_size=4, shuffle=None)
+    fit(datamodule, Quick(), max_epochs=1, limit_train_batches=1)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gpufeed")] == []
+
+
+def test_a_checkpoint_saved_after_the_training_left_the_file_open(train, tmp_path):
+    # The digest of the data was computed when it was first asked for, here after everything had been closed.
+    trainer, datamodule = make_trainer(max_epochs=1), H5ImageDataModule(train, batch_size=4)
+    trainer.fit(Recorder(), datamodule)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    assert str(train) not in Path("/proc/self/maps").read_text()
+
+
+def test_an_error_in_a_training_step_left_an_unclosed_file_to_the_garbage_collector(train):
+    # After an error Lightning does not tear a DataModule down, and the open file was closed by nobody: Python then
+    # warns, which is an error in a test suite as strict as this one.
+    class Failing(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("on purpose")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        try:
+            fit(H5ImageDataModule(train, batch_size=4), Failing())
+        except RuntimeError:
+            pass
+        gc.collect()
+    assert [text for text in (str(warning.message) for warning in caught) if str(train) in text] == []
+
+
+def test_fitting_without_validation_data_warned_of_an_empty_list(train):
+    # val_dataloader gave an empty list, and Lightning warned that its length is zero; hidden since then, but at first
+    # for good, so that the second fit warned of the contrary: a validation_step without a val_dataloader.
+    datamodule = H5ImageDataModule(train, batch_size=4)
+    for _ in range(2):
+        model = fit(datamodule, Recorder(), max_epochs=1)
+        assert sorted(model.trained_by_epoch[0]) == EVERYTHING

@@ -1,0 +1,520 @@
+"""What our code relies on in torch and Lightning without a promise of theirs: names, orders of calls, side effects.
+
+A new release that changes one of these fails here first, with a sentence on what to look at, and not somewhere in a
+training. Behaviour is watched in a real Trainer, never read off a signature.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from tests.datamodules.models import make_trainer
+
+NUM_BATCHES = 3
+
+
+class Sampler:
+    """Notes the epochs it is told."""
+
+    def __init__(self, events: list[str]) -> None:
+        """Note into a common list."""
+        self.events = events
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note it."""
+        self.events.append(f"set_epoch {epoch}")
+
+
+class Loader:
+    """A loader that is no `DataLoader`, and notes everything that is asked of it."""
+
+    def __init__(self, events: list[str], length: int = NUM_BATCHES) -> None:
+        """Note into a common list."""
+        self.events, self.length = events, length
+        self.batch_sampler = SimpleNamespace(sampler=Sampler(events), batch_size=2)
+
+    def __len__(self) -> int:
+        """Asked many times, so not noted."""
+        return self.length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Note it, and then each batch that is taken."""
+        self.events.append("iter")
+        return LoaderIterator(self.events, self.length)
+
+
+class LoaderIterator:
+    """One iteration."""
+
+    def __init__(self, events: list[str], length: int) -> None:
+        """At the beginning."""
+        self.events, self.left = events, length
+
+    def __iter__(self) -> LoaderIterator:
+        """Itself."""
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        """Note it."""
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        self.events.append("next")
+        return torch.ones(2, 4)
+
+    def __del__(self) -> None:
+        """Note when it is let go of."""
+        self.events.append("iterator dropped")
+
+
+class StatefulLoader(Loader):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Note it."""
+        self.events.append("loader.state_dict")
+        return {"kept": 7}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Note what came back."""
+        self.events.append(f"loader.load_state_dict {state}")
+
+
+class Data(pl.LightningDataModule):
+    """Notes what the Trainer asks of it."""
+
+    def __init__(self, events: list[str], loader: type[Loader] = Loader, state: dict[str, Any] | None = None) -> None:
+        """Note into a common list."""
+        super().__init__()
+        self.events, self.loader, self.state = events, loader, state
+
+    def setup(self, stage: str) -> None:
+        """Note it."""
+        self.events.append(f"setup {stage == 'fit'}")
+
+    def train_dataloader(self) -> Loader:
+        """Note it."""
+        self.events.append(f"train_dataloader at epoch {self.trainer.current_epoch}")
+        return self.loader(self.events)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Some state."""
+        return dict(self.state or {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Note it and in which kind of run."""
+        self.events.append(f"datamodule.load_state_dict {state} in {self.trainer.state.fn == 'fit'}")
+
+    def teardown(self, stage: str) -> None:
+        """Note it."""
+        self.events.append(f"teardown {stage == 'fit'}")
+
+
+class Model(pl.LightningModule):
+    """Notes its steps."""
+
+    def __init__(self, events: list[str], *, reads_estimate: bool = False) -> None:
+        """Note into a common list."""
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.events, self.reads_estimate = events, reads_estimate
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Note it."""
+        self.events.append(f"step {batch_idx}")
+        return self.layer(batch).mean()
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Nothing to do."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As a user of a schedule does."""
+        if self.reads_estimate:
+            self.trainer.estimated_stepping_batches  # noqa: B018 - reading it is what counts
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def first_epoch(events: list[str]) -> list[str]:
+    """Events up to the first step."""
+    return events[: events.index("step 0")]
+
+
+def save_in_the_middle(folder: Path, loader: type[Loader], state: dict[str, Any] | None = None) -> Path:
+    """A checkpoint after the second of three batches of epoch 0."""
+    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = make_trainer(max_epochs=1, enable_checkpointing=True, callbacks=[saving])
+    trainer.fit(Model([]), Data([], loader, state))
+    return folder / "step=2.ckpt"
+
+
+def resume(checkpoint: Path, events: list[str], loader: type[Loader], *, reads_estimate: bool = False) -> pl.Trainer:
+    trainer = make_trainer(max_epochs=2)
+    trainer.fit(Model(events, reads_estimate=reads_estimate), Data(events, loader), ckpt_path=checkpoint)
+    return trainer
+
+
+no_callback = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to:UserWarning")
+
+
+# How a Trainer treats a loader -------------------------------------------------------------------------------
+
+
+def test_a_loaders_epoch_is_set_through_its_batch_sampler_before_the_first_batch_of_each_epoch():
+    """H5Loader.batch_sampler hands out its position as `sampler`. If this fails, look for where Lightning sets the
+    epoch of a sampler now (`_set_sampler_epoch`): without it every epoch after a resume would have a wrong order.
+    """
+    events: list[str] = []
+    make_trainer(max_epochs=2).fit(Model(events), Data(events))
+    taken = [event for event in events if event.startswith(("set_epoch", "next"))]
+    assert taken == ["set_epoch 0", "next", "next", "next", "set_epoch 1", "next", "next", "next"]
+
+
+def test_iter_is_called_more_often_than_an_epoch_begins():
+    """_Iteration starts its thread at the first batch and not in `iter`, because Lightning throws iterators away. If
+    this fails Lightning became tidier, and nothing is broken.
+    """
+    events: list[str] = []
+    make_trainer(max_epochs=2).fit(Model(events), Data(events))
+    assert first_epoch(events).count("iter") >= 2
+    assert events.count("iter") > 2
+
+
+def test_a_batch_is_taken_only_when_its_step_comes():
+    """The position in a checkpoint is the number of samples handed out. If this fails Lightning reads ahead of a loader
+    with a length, and H5Loader.state_dict counts batches that were never trained on.
+    """
+    events: list[str] = []
+    make_trainer(max_epochs=1).fit(Model(events), Data(events))
+    taken = [event for event in events if event.startswith(("next", "step"))]
+    assert taken == ["next", "step 0", "next", "step 1", "next", "step 2"]
+
+
+def test_an_epoch_ends_after_the_length_that_was_asked_for_when_the_data_was_set_up():
+    """H5Loader has the same length in every epoch for this reason. If this fails the length may vary, and
+    `shift_batch_progress` in datamodules/resume.py can go.
+    """
+    events: list[str] = []
+
+    class Growing(Data):
+        def train_dataloader(self) -> Loader:
+            self.kept = Loader(self.events, length=2)
+            return self.kept
+
+    class Model3(Model):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.datamodule.kept.length = 5
+
+    make_trainer(max_epochs=2).fit(Model3(events), Growing(events))
+    assert [event for event in events if event.startswith("step")] == ["step 0", "step 1"] * 2
+
+
+@no_callback
+def test_only_a_loader_with_both_methods_has_its_state_kept(tmp_path):
+    """H5Loader relies on being asked for its state by name only. If this fails, look for how Lightning recognises a
+    loader that can be resumed (`_Stateful`).
+    """
+
+    class Half(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError("must not be asked")
+
+    events: list[str] = []
+    resume(save_in_the_middle(tmp_path / "whole", StatefulLoader), events, StatefulLoader)
+    assert "loader.load_state_dict {'kept': 7}" in events
+    events = []
+    checkpoint = save_in_the_middle(tmp_path / "half", Half)
+    with pytest.warns(UserWarning, match="your dataloader is not resumable"):
+        resume(checkpoint, events, Half)
+    assert not [event for event in events if event.startswith("loader.")]
+
+
+@no_callback
+@pytest.mark.parametrize("reads_estimate", [False, True])
+def test_a_datamodules_state_comes_back_after_its_setup_and_before_its_loader_is_asked_for(tmp_path, reads_estimate):
+    """H5DataModule.load_state_dict notes the position and train_dataloader hands it on. If this fails, a resumed
+    training begins its epoch from the start: restore the position in the loader that exists already.
+    """
+    checkpoint = save_in_the_middle(tmp_path, StatefulLoader, {"position": 2})
+    events: list[str] = []
+    resume(checkpoint, events, StatefulLoader, reads_estimate=reads_estimate)
+    assert events[:2] == ["setup True", "datamodule.load_state_dict {'position': 2} in True"]
+    assert events[2].startswith("train_dataloader")
+
+
+@no_callback
+def test_a_datamodules_state_comes_back_when_a_checkpoint_is_only_tested_too(tmp_path):
+    """H5DataModule.load_state_dict looks at `trainer.state.fn` for this reason. If this fails the look is not needed any
+    more.
+    """
+    checkpoint = save_in_the_middle(tmp_path, Loader, {"position": 2})
+    events: list[str] = []
+    datamodule = Data(events)
+    datamodule.test_dataloader = lambda: Loader([])  # type: ignore[method-assign]
+    make_trainer().test(Model([]), datamodule, ckpt_path=checkpoint, verbose=False)
+    assert events[:2] == ["setup False", "datamodule.load_state_dict {'position': 2} in False"]
+
+
+@no_callback
+@pytest.mark.parametrize("reads_estimate", [False, True])
+def test_the_count_of_batches_is_restored_from_the_loaded_checkpoint_after_the_datamodule(tmp_path, reads_estimate):
+    """datamodules/resume.py changes the count of batches in `trainer._checkpoint_connector._loaded_checkpoint` while the
+    DataModule is restored. If this fails, look for where the training loop takes `batch_progress` from: resuming with
+    another batch size or number of ranks would train on too few or too many batches of every epoch.
+    """
+    checkpoint = save_in_the_middle(tmp_path, StatefulLoader, {"position": 2})
+
+    class Shifting(Data):
+        __qualname__ = "Data"  # under this name the state was saved
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            loaded = self.trainer._checkpoint_connector._loaded_checkpoint
+            progress = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+            # Saved at the end of the second batch, before it was counted as completed.
+            assert progress == {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+            for name in progress:
+                progress[name] -= 1
+
+    events: list[str] = []
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(Model(events, reads_estimate=reads_estimate), Shifting(events, StatefulLoader), ckpt_path=checkpoint)
+    assert [event for event in events if event.startswith("step")] == ["step 1", "step 2"]
+
+
+def test_the_reload_setting_is_read_at_each_epoch():
+    """H5DataModule supports `reload_dataloaders_every_n_epochs`, and a user may set it in the middle of a fit. If this
+    fails, check that a reloaded loader still continues the order (test_resume.py).
+    """
+    events: list[str] = []
+
+    class Switching(Model):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.reload_dataloaders_every_n_epochs = 1 if self.current_epoch == 1 else 0
+
+    make_trainer(max_epochs=4).fit(Switching(events), Data(events))
+    asked = [event for event in events if event.startswith("train_dataloader")]
+    assert asked == ["train_dataloader at epoch 0", "train_dataloader at epoch 2"]
+
+
+def test_iterators_are_dropped_before_the_datamodule_is_torn_down():
+    """H5Loader keeps hold of its thread itself, since its iterator is gone when `teardown` comes. If this fails the order
+    is the easier one, and nothing is broken.
+    """
+    events: list[str] = []
+    make_trainer(max_epochs=1, limit_train_batches=2).fit(Model(events), Data(events))
+    assert "iterator dropped" in events[events.index("step 1") : events.index("teardown True")]
+
+
+def test_a_datamodule_is_not_torn_down_after_an_error():
+    """Threads and files end when they are dropped for this reason, and not only in `teardown`. If this fails Lightning
+    tears down after errors too, and nothing is broken.
+    """
+    events: list[str] = []
+
+    class Failing(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(max_epochs=1).fit(Failing(events), Data(events))
+    assert "teardown True" not in events
+
+
+# Hooks and settings ------------------------------------------------------------------------------------------
+
+
+def test_the_datamodules_hook_is_asked_in_place_of_the_modules():
+    """H5DataModule.on_after_batch_transfer calls the module's hook itself. If this fails Lightning calls both, and the
+    module's would run twice: remove our call.
+    """
+    events: list[str] = []
+
+    class WithHook(Data):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.events.append("datamodule's hook")
+            return batch
+
+    class ModelWithHook(Model):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            raise AssertionError("must not be asked")
+
+    with pytest.warns(UserWarning, match="overridden `on_after_batch_transfer` in both"):
+        make_trainer(max_epochs=1).fit(ModelWithHook(events), WithHook(events))
+    assert events.count("datamodule's hook") == NUM_BATCHES
+
+
+def test_whether_a_hook_is_overridden_is_decided_by_the_function_behind_it():
+    """H5DataModule asks `is_overridden` about the module's hook, and hides its own val_dataloader behind the inherited one
+    where there is no validation data. If this fails, look for how Lightning decides that a hook was written by a user.
+    """
+
+    class WithHook(pl.LightningModule):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    class WithVal(pl.LightningDataModule):
+        def val_dataloader(self) -> Any:
+            return []
+
+    assert is_overridden("on_after_batch_transfer", WithHook())
+    assert not is_overridden("on_after_batch_transfer", Model([]))
+    datamodule = WithVal()
+    assert is_overridden("val_dataloader", datamodule)
+    datamodule.__dict__["val_dataloader"] = super(WithVal, datamodule).val_dataloader
+    assert not is_overridden("val_dataloader", datamodule)
+
+
+def test_the_shards_of_a_trainer_are_none_without_ranks_and_numbers_with_them():
+    """H5DataModule shards by `trainer.distributed_sampler_kwargs`; a strategy may say fewer replicas than there are ranks.
+    If this fails, look for what Lightning gives its own DistributedSampler. Real ranks: test_distributed.py.
+    """
+    assert make_trainer().distributed_sampler_kwargs is None
+    trainer = make_trainer(strategy="ddp", devices=2)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true", "bf16-mixed"])
+def test_a_trainer_names_its_precision_as_it_was_asked_for(precision):
+    """H5ImageDataModule chooses the type of images by these texts. If this fails, images of a new spelling would arrive
+    as float32: extend `_TRUE_PRECISIONS`.
+    """
+    assert str(make_trainer(precision=precision).precision) == precision
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_bytes_are_not_converted_before_they_reach_the_device(precision):
+    """H5ImageDataModule relies on uint8 passing the precision plug-in untouched. If this fails, images would be rounded
+    before they are normalised.
+    """
+    seen: list[torch.dtype] = []
+
+    class Bytes(Loader):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter([torch.ones(2, 4, dtype=torch.uint8)] * NUM_BATCHES)
+
+    class Watching(Data):
+        def train_dataloader(self) -> Loader:
+            return Bytes([])
+
+        def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+            seen.append(batch.dtype)
+            return batch.to(self.trainer.lightning_module.layer.weight.dtype)
+
+    make_trainer(max_epochs=1, precision=precision).fit(Model([]), Watching([]))
+    assert seen == [torch.uint8] * NUM_BATCHES
+
+
+def test_a_sanity_check_and_a_validation_are_not_training():
+    """H5DataModule chooses preparation and transform by `trainer.training`, `testing` and `predicting`. If this fails,
+    training transforms could reach validation data.
+    """
+    seen: list[tuple[str, bool, bool, bool]] = []
+
+    class Watching(Data):
+        def note(self, batch: Any) -> Any:
+            trainer = self.trainer
+            seen.append((str(trainer.state.stage.value), trainer.training, trainer.testing, trainer.predicting))
+            return batch
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return self.note(batch)
+
+        def train_dataloader(self) -> Loader:
+            return Loader([])
+
+        val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+    class Evaluated(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch
+
+    model, datamodule = Evaluated([]), Watching([])
+    trainer = make_trainer(max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(model, datamodule)
+    trainer.test(model, datamodule, verbose=False)
+    trainer.predict(model, datamodule)
+    assert list(dict.fromkeys(seen)) == [
+        ("sanity_check", False, False, False),
+        ("train", True, False, False),
+        ("validate", False, False, False),
+        ("test", False, True, False),
+        ("predict", False, False, True),
+    ]
+
+
+# torch -------------------------------------------------------------------------------------------------------
+
+
+def test_an_array_lives_as_long_as_any_tensor_over_its_memory():
+    """HostBufferPool takes a buffer back when the array it lent is collected. If this fails a batch that is still held
+    would be overwritten: find another way to know when the last tensor is gone.
+    """
+    lease = np.zeros(64, dtype=np.uint8).view()
+    watched = weakref.ref(lease)
+    tensor = torch.from_numpy(lease)
+    views: list[Any] = [tensor[8:16].view(torch.int64), tensor.numpy()[3:], tensor.detach(), tensor.view(8, 8).T]
+    del lease, tensor
+    while views:
+        gc.collect()
+        assert watched() is not None, f"{len(views)} views are left"
+        views.pop()
+    gc.collect()
+    assert watched() is None
+
+
+def test_the_number_of_threads_belongs_to_the_thread_that_sets_it_and_to_those_born_later():
+    """device/threads.py lowers it in the reading thread and sets it anew in the starting one. If this fails, measure what
+    a team of threads in the reader costs, and whether the training's own team still has its size.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    seen: dict[str, int] = {}
+    is_set, may_end = threading.Event(), threading.Event()
+
+    def lower() -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        is_set.set()
+        may_end.wait()
+        seen["in the thread"] = torch.get_num_threads()
+
+    def look() -> None:
+        seen["born later"] = torch.get_num_threads()
+
+    first = threading.Thread(target=lower)
+    first.start()
+    is_set.wait()
+    seen["in the starter"] = torch.get_num_threads()
+    second = threading.Thread(target=look)
+    second.start()
+    second.join()
+    may_end.set()
+    first.join()
+    torch.set_num_threads(before)
+    assert seen == {"in the starter": 2, "born later": 1, "in the thread": 1}
+
+
+def test_rows_that_overlap_can_be_gathered_into_given_memory():
+    """GatherReader selects from a view with strides (1, 1) over the whole file. If this fails torch began to refuse
+    overlapping inputs of `index_select`, and the raw engine needs another call.
+    """
+    stored = torch.arange(40, dtype=torch.uint8)
+    rows = stored.as_strided((37, 4), (1, 1))
+    out = torch.empty(3, 4, dtype=torch.uint8)
+    torch.index_select(rows, 0, torch.tensor([36, 0, 5]), out=out)
+    assert out.tolist() == [[36, 37, 38, 39], [0, 1, 2, 3], [5, 6, 7, 8]]
