@@ -6,6 +6,7 @@ the shortest call, that showed the bug; the rule that the bug broke is tested in
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -96,7 +97,7 @@ def test_epochs_after_a_resume_with_smaller_batches_were_cut_short(train, tmp_pa
     checkpoint = saved(train, tmp_path / "saved", max_epochs=3) / "step-04.ckpt"
     model = Recorder(reads_estimate=reads_estimate)
     fit(H5ImageDataModule(train, batch_size=2), model, checkpoint, max_epochs=3)
-    assert {epoch: sorted(samples) for epoch, samples in model.trained_by_epoch.items()} == {1: EVERYTHING, 2: EVERYTHING}
+    assert [sorted(samples) for samples in model.trained_by_epoch.values()] == [EVERYTHING] * 2
 
 
 def test_epochs_after_a_second_resume_were_cut_short(train, tmp_path):
@@ -173,7 +174,8 @@ def test_a_named_label_was_ignored_when_the_images_were_not_named(train):
 
 def test_a_packed_file_with_a_channel_that_never_changes_could_not_be_used(tmp_path):
     # Its standard deviation is stated as 0, which was refused as if a user had given it.
-    path = write_images(tmp_path / "a.h5", 4, images=np.full((4, 9, 8), 7, np.uint8), attributes={"mean": [0], "std": [0]})
+    images, attributes = np.full((4, 9, 8), 7, np.uint8), {"mean": [7 / 255], "std": [0.0]}
+    path = write_images(tmp_path / "a.h5", 4, images=images, attributes=attributes)
     datamodule = H5ImageDataModule(path, batch_size=4)
     fit(datamodule, max_epochs=1)
     assert datamodule.std == (1.0,)
@@ -225,10 +227,8 @@ def test_an_error_in_a_training_step_left_an_unclosed_file_to_the_garbage_collec
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
-        try:
+        with contextlib.suppress(RuntimeError):
             fit(H5ImageDataModule(train, batch_size=4), Failing())
-        except RuntimeError:
-            pass
         gc.collect()
     assert [text for text in (str(warning.message) for warning in caught) if str(train) in text] == []
 

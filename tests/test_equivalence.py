@@ -68,7 +68,7 @@ def fit(model: Recorder, folder: Path, *args: Any, **settings: Any) -> dict[str,
     logger = MemoryLogger()
     settings = {"max_epochs": 3, "val_check_interval": 0.5, "logger": logger} | settings
     trainer = make_trainer(**settings)
-    data = {"datamodule": args[0]} if len(args) == 1 else dict(zip(("train_dataloaders", "val_dataloaders"), args))
+    data = {"datamodule": args[0]} if len(args) == 1 else {"train_dataloaders": args[0], "val_dataloaders": args[1]}
     trainer.fit(model, **data)
     trainer.save_checkpoint(folder / "end.ckpt")
     checkpoint = torch.load(folder / "end.ckpt", weights_only=True)

@@ -256,9 +256,7 @@ def test_a_datamodules_state_comes_back_after_its_setup_and_before_its_loader_is
 
 @no_callback
 def test_a_datamodules_state_comes_back_when_a_checkpoint_is_only_tested_too(tmp_path):
-    """H5DataModule.load_state_dict looks at `trainer.state.fn` for this reason. If this fails the look is not needed any
-    more.
-    """
+    """H5DataModule.load_state_dict looks at `trainer.state.fn` for this reason. If this fails the look can go."""
     checkpoint = save_in_the_middle(tmp_path, Loader, {"position": 2})
     events: list[str] = []
     datamodule = Data(events)
@@ -270,9 +268,9 @@ def test_a_datamodules_state_comes_back_when_a_checkpoint_is_only_tested_too(tmp
 @no_callback
 @pytest.mark.parametrize("reads_estimate", [False, True])
 def test_the_count_of_batches_is_restored_from_the_loaded_checkpoint_after_the_datamodule(tmp_path, reads_estimate):
-    """datamodules/resume.py changes the count of batches in `trainer._checkpoint_connector._loaded_checkpoint` while the
-    DataModule is restored. If this fails, look for where the training loop takes `batch_progress` from: resuming with
-    another batch size or number of ranks would train on too few or too many batches of every epoch.
+    """datamodules/resume.py changes the count of batches in `trainer._checkpoint_connector._loaded_checkpoint` while
+    the DataModule is restored. If this fails, look for where the training loop takes `batch_progress` from: resuming
+    with another batch size or number of ranks would train on too few or too many batches of every epoch.
     """
     checkpoint = save_in_the_middle(tmp_path, StatefulLoader, {"position": 2})
 
@@ -309,8 +307,8 @@ def test_the_reload_setting_is_read_at_each_epoch():
 
 
 def test_iterators_are_dropped_before_the_datamodule_is_torn_down():
-    """H5Loader keeps hold of its thread itself, since its iterator is gone when `teardown` comes. If this fails the order
-    is the easier one, and nothing is broken.
+    """H5Loader keeps hold of its thread itself, since its iterator is gone when `teardown` comes. If this fails the
+    order is the easier one, and nothing is broken.
     """
     events: list[str] = []
     make_trainer(max_epochs=1, limit_train_batches=2).fit(Model(events), Data(events))
@@ -356,8 +354,8 @@ def test_the_datamodules_hook_is_asked_in_place_of_the_modules():
 
 
 def test_whether_a_hook_is_overridden_is_decided_by_the_function_behind_it():
-    """H5DataModule asks `is_overridden` about the module's hook, and hides its own val_dataloader behind the inherited one
-    where there is no validation data. If this fails, look for how Lightning decides that a hook was written by a user.
+    """H5DataModule asks `is_overridden` about the module's hook, and hides its own val_dataloader behind the inherited
+    one where there is no validation data. If this fails, look for how Lightning decides that a hook is a user's.
     """
 
     class WithHook(pl.LightningModule):
@@ -377,8 +375,8 @@ def test_whether_a_hook_is_overridden_is_decided_by_the_function_behind_it():
 
 
 def test_the_shards_of_a_trainer_are_none_without_ranks_and_numbers_with_them():
-    """H5DataModule shards by `trainer.distributed_sampler_kwargs`; a strategy may say fewer replicas than there are ranks.
-    If this fails, look for what Lightning gives its own DistributedSampler. Real ranks: test_distributed.py.
+    """H5DataModule shards by `trainer.distributed_sampler_kwargs`; a strategy may say fewer replicas than there are
+    ranks. If this fails, look for what Lightning gives its own DistributedSampler. Real ranks: test_distributed.py.
     """
     assert make_trainer().distributed_sampler_kwargs is None
     trainer = make_trainer(strategy="ddp", devices=2)
@@ -478,8 +476,8 @@ def test_an_array_lives_as_long_as_any_tensor_over_its_memory():
 
 
 def test_the_number_of_threads_belongs_to_the_thread_that_sets_it_and_to_those_born_later():
-    """device/threads.py lowers it in the reading thread and sets it anew in the starting one. If this fails, measure what
-    a team of threads in the reader costs, and whether the training's own team still has its size.
+    """device/threads.py lowers it in the reading thread and sets it anew in the starting one. If this fails, measure
+    what a team of threads in the reader costs, and whether the training's own team still has its size.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -96,13 +96,14 @@ class FileStamp:
 
 
 @contextlib.contextmanager
-def open_file(path: StrPath) -> Iterator[Any]:
+def open_file(path: StrPath, chunk_cache_bytes: int | None = None) -> Iterator[Any]:
     """Open an HDF5 file read-only, close it at the end.
 
     File locking is best effort: a file system without locks does not stop a reader.
 
     Args:
         path: The file.
+        chunk_cache_bytes: Size of HDF5's own cache of chunks, per dataset; None leaves it at HDF5's 8 MiB.
 
     Yields:
         The open `h5py.File`.
@@ -120,7 +121,7 @@ def open_file(path: StrPath) -> Iterator[Any]:
     if os.path.isdir(name):
         raise LayoutError(f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5")
     try:
-        h5_file = h5py.File(name, "r", locking="best-effort")
+        h5_file = h5py.File(name, "r", locking="best-effort", rdcc_nbytes=chunk_cache_bytes)
     except OSError as error:
         if isinstance(error, PermissionError):
             raise

@@ -128,7 +128,10 @@ class BlockReader:
                         f"{stamp.path} {difference} since its layout was read, so its samples may lie elsewhere now. "
                         f"Build the loader or DataModule again to use the new file."
                     )
-            h5_file = self._files.enter_context(open_file(layout.path))
+            # A decoded chunk is kept here; HDF5 need not keep it too. Raw chunks that are parts of samples are put
+            # together in its cache, which is far quicker than piece by piece from the file.
+            cache_bytes = 0 if layout.filters else None
+            h5_file = self._files.enter_context(open_file(layout.path, cache_bytes))
             self._open[file_index] = open_h5_dataset(h5_file, layout.key)
         return self._open[file_index]
 

@@ -25,7 +25,9 @@ from tests.datamodules.models import Recorder, every_checkpoint, make_trainer
 
 def trainer_of(plan: dict[str, Any], **settings: Any) -> Any:
     """A Trainer in the group of these processes. A rank that waits in vain for the others fails instead."""
-    strategy = settings.pop("strategy", None) or DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=20))
+    strategy = settings.pop("strategy", None) or DDPStrategy(
+        process_group_backend="gloo", timeout=timedelta(seconds=20)
+    )
     return make_trainer(strategy=strategy, devices=plan["world_size"], **settings)
 
 
@@ -84,7 +86,9 @@ def statistics(plan: dict[str, Any], *, path: str) -> dict[str, Any]:
 
 def statistics_without_training_data(plan: dict[str, Any], *, path: str) -> None:
     """Ask for statistics of data that is not there."""
-    trainer_of(plan).test(Recorder(), H5ImageDataModule(test=path, mean="auto", std="auto", batch_size=2), verbose=False)
+    trainer_of(plan).test(
+        Recorder(), H5ImageDataModule(test=path, mean="auto", std="auto", batch_size=2), verbose=False
+    )
 
 
 def too_few(plan: dict[str, Any], *, path: str) -> None:
@@ -96,7 +100,11 @@ def spawned(plan: dict[str, Any], *, folder: str) -> None:
     """Let Lightning start the ranks itself: it sends Trainer, model and DataModule to them, pickled."""
     files = plan["files"]
     datamodule = H5ImageDataModule(
-        files["train"], val=0.25, test=files["test"], batch_size=plan["batch_size"], device_transform=torch.nn.Identity()
+        files["train"],
+        val=0.25,
+        test=files["test"],
+        batch_size=plan["batch_size"],
+        device_transform=torch.nn.Identity(),
     )
     datamodule.setup("fit")  # sent with all it knows
     next(iter(datamodule.train_dataloader()))

@@ -18,7 +18,6 @@ from lightning_gpufeed import FeedError, GpuFeedError, H5DataModule, H5ImageData
 from tests.datamodules.models import Recorder, make_trainer, warnings_of, write_images
 
 
-
 def fit(datamodule: H5DataModule, model: Recorder | None = None, **settings: Any) -> None:
     make_trainer(**{"max_epochs": 1, **settings}).fit(model or Recorder(), datamodule)
 
@@ -43,8 +42,7 @@ def message(error: type[Exception], datamodule: H5DataModule, model: Recorder | 
 
 def test_a_missing_file(tmp_path):
     assert message(FileNotFoundError, H5ImageDataModule(tmp_path / "none.h5")) == (
-        f"[Errno 2] no such file: expected an HDF5 file; the current directory is {os.getcwd()}: "
-        f"'{tmp_path}/none.h5'"
+        f"[Errno 2] no such file: expected an HDF5 file; the current directory is {os.getcwd()}: '{tmp_path}/none.h5'"
     )
 
 
@@ -136,8 +134,8 @@ def test_a_virtual_dataset_whose_source_is_gone(tmp_path):
         h5_file["labels"] = np.arange(10)
     source.rename(tmp_path / "elsewhere.h5")
     assert message(LayoutError, H5ImageDataModule(tmp_path / "a.h5")) == (
-        f"{tmp_path}/a.h5: the virtual dataset '/images' takes samples from the file '{source}', which is not there; HDF5 "
-        f"would return fill values in its place. Put it back, or build the virtual dataset again."
+        f"{tmp_path}/a.h5: the virtual dataset '/images' takes samples from the file '{source}', which is not there; "
+        f"HDF5 would return fill values in its place. Put it back, or build the virtual dataset again."
     )
 
 
@@ -267,7 +265,7 @@ def test_fractions_that_leave_nothing(tmp_path):
     ],
 )
 def test_an_argument_that_is_not_understood(tmp_path, arguments, text):
-    with pytest.raises(ValueError, match="expected|name the images") as caught:
+    with pytest.raises(ValueError, match=r"expected|name the images") as caught:
         H5ImageDataModule(tmp_path / "a.h5", **arguments)
     assert str(caught.value) == text
 
@@ -305,9 +303,7 @@ def test_training_without_training_data(tmp_path):
 def test_a_fraction_of_nothing(tmp_path):
     with pytest.raises(ValueError, match="is missing") as caught:
         make_trainer().validate(Recorder(), H5ImageDataModule(val=0.5))
-    assert str(caught.value) == (
-        "a fraction or an index array is a part of the training data, but train= is missing."
-    )
+    assert str(caught.value) == ("a fraction or an index array is a part of the training data, but train= is missing.")
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

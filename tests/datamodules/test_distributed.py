@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +175,7 @@ TOO_LATE = "step-06"
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, files: dict[str, str], single: Recorder, damaged: dict[str, str]) -> Iterator[Ranks]:
+def two(folder: Path, files: dict[str, str], single: Recorder, damaged: dict[str, str]) -> Ranks:
     scenarios = [
         {"run": "coverage", "name": "coverage", "arguments": {"use_distributed_sampler": True}},
         {"run": "coverage", "name": "coverage without", "arguments": {"use_distributed_sampler": False}},
@@ -188,22 +187,22 @@ def two(folder: Path, files: dict[str, str], single: Recorder, damaged: dict[str
         {"run": "statistics_without_training_data", "name": "nothing", "arguments": {"path": files["test"]}},
         {"run": "statistics", "name": "chunk", "arguments": {"path": damaged["chunk"]}},
     ]
-    yield start(folder, 2, scenarios, files, own=True)
+    return start(folder, 2, scenarios, files, own=True)
 
 
 @pytest.fixture(scope="module")
-def three(folder: Path, files: dict[str, str], single: Recorder) -> Iterator[Ranks]:
+def three(folder: Path, files: dict[str, str], single: Recorder) -> Ranks:
     scenarios = [
         {"run": "coverage", "name": "coverage", "arguments": {"use_distributed_sampler": True}},
         *resumes(folder, ["step-10", TOO_LATE]),
     ]
-    yield start(folder, 3, scenarios, files, own=True)
+    return start(folder, 3, scenarios, files, own=True)
 
 
 @pytest.fixture(scope="module")
-def spawned(folder: Path, files: dict[str, str]) -> Iterator[Ranks]:
+def spawned(folder: Path, files: dict[str, str]) -> Ranks:
     out = folder / "world_2_spawn"
-    yield start(folder, 2, [{"run": "spawned", "name": "main", "arguments": {"folder": str(out)}}], files, own=False)
+    return start(folder, 2, [{"run": "spawned", "name": "main", "arguments": {"folder": str(out)}}], files, own=False)
 
 
 @pytest.fixture(params=["two", "three"])
@@ -273,12 +272,8 @@ def test_lightnings_own_sampler_setting_makes_no_difference(two):
 
 
 def test_too_few_samples_for_the_ranks_are_refused_on_every_rank(two):
-    assert two["too few"] == [
-        {
-            "error": "ValueError",
-            "text": "1 samples cannot be shared by 2 ranks without repeating one. Use fewer ranks, or more samples.",
-        }
-    ] * 2
+    text = "1 samples cannot be shared by 2 ranks without repeating one. Use fewer ranks, or more samples."
+    assert two["too few"] == [{"error": "ValueError", "text": text}] * 2
 
 
 # Statistics --------------------------------------------------------------------------------------------------
@@ -294,8 +289,8 @@ def test_automatic_statistics_are_the_same_on_every_rank_and_those_of_one_proces
 
 def test_a_number_that_is_none_is_an_error_on_every_rank(two, damaged):
     text = (
-        f"statistics of 'image' cannot be computed: sample 6 of {damaged['nan']} holds a value that is NaN or infinite. "
-        f"Give mean= and std=, or clean the data."
+        f"statistics of 'image' cannot be computed: sample 6 of {damaged['nan']} holds a value that is NaN or "
+        f"infinite. Give mean= and std=, or clean the data."
     )
     assert two["nan"] == [{"error": "LayoutError", "text": text}] * 2
 

@@ -346,9 +346,7 @@ def test_the_saved_position_is_plain_numbers_and_strings(tmp_path, files):
 def test_a_state_of_another_kind_is_refused(files):
     with H5Loader(files[0], BATCH_SIZE) as loader, pytest.raises(ValueError, match=r"^the loader state has") as caught:
         loader.load_state_dict({"version": 99})
-    assert str(caught.value) == (
-        "the loader state has version 99; expected 1. Was it saved by another loader?"
-    )
+    assert str(caught.value) == ("the loader state has version 99; expected 1. Was it saved by another loader?")
 
 
 def test_a_loader_given_to_the_trainer_resumes_by_lightnings_own_means(tmp_path, files):

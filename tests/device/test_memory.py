@@ -98,6 +98,11 @@ def test_no_memory_is_taken_before_it_is_needed():
     assert pool.buffer_bytes == 1 << 46
 
 
+def test_host_memory_is_host_memory_whatever_the_default_device():
+    torch.set_default_device("meta")
+    assert {tensor.device.type for tensor in pool_of().acquire(4).values()} == {"cpu"}
+
+
 # Recycling -----------------------------------------------------------------------------------------------
 
 

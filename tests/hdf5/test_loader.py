@@ -228,6 +228,18 @@ def test_what_feeding_an_epoch_cost_is_counted(make):
     assert loader.statistics.num_batches == 1
 
 
+def test_the_default_device_of_torch_does_not_matter(write, make):
+    # Many programs say so once, for their model; samples are read into host memory all the same.
+    torch.set_default_device("meta")
+    for stored in STORED.values():
+        loader = make(write("device.h5", **stored), shuffle="window")
+        digest = loader.state_dict()["digest"]
+        batches = list(loader)
+        assert {tensor.device.type for batch in batches for tensor in batch.values()} == {"cpu"}
+        assert loader.state_dict()["digest"] == digest
+        loader.close()
+
+
 # Epochs --------------------------------------------------------------------------------------------------
 
 

@@ -478,6 +478,19 @@ os.truncate("raw.bin", 5000); read(reader, [63])
 """,
 }
 
+MANY_FILES = """
+import resource, shutil
+write("many.h5")
+names = [f"many{number}.h5" for number in range(300)]
+for name in names:
+    os.link("many.h5", name)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+reader = open_it(*names[:200])
+read(reader, [0, 100 * 64, 200 * 64 - 1])
+reader.close()
+read(open_it(*names), [0])
+"""
+
 CLOSED_WHILE_READING = """
 write("a.h5"); reader = open_it("a.h5")
 order = np.random.default_rng(0).permutation(64)
@@ -505,7 +518,7 @@ print("alive")
 def truncated(tmp_path_factory):
     """Each case in a process of its own, which may be killed by the signal that a lost page raises."""
     folder = tmp_path_factory.mktemp("truncated")
-    cases = TRUNCATION_CASES | {"closed while reading": CLOSED_WHILE_READING}
+    cases = TRUNCATION_CASES | {"closed while reading": CLOSED_WHILE_READING, "many files": MANY_FILES}
     return run_forked(TRUNCATION_SETUP.format(folder=str(folder)), cases)
 
 
@@ -529,6 +542,13 @@ def test_the_error_names_the_file_that_was_cut(truncated, case, name):
 
 def test_closing_a_reader_while_another_thread_reads_does_not_kill_the_process(truncated):
     assert (truncated["closed while reading"].code, truncated["closed while reading"].last_line) == (0, "alive")
+
+
+def test_a_mapped_file_takes_one_descriptor_and_too_many_of_them_are_an_error_with_a_cure(truncated):
+    ended = truncated["many files"]
+    assert ended.text.splitlines()[0] == "ones"  # 200 files where 256 may be open
+    assert ended.last_line.startswith("lightning_gpufeed.errors.FeedError: "), ended.text
+    assert "ulimit -n" in ended.last_line
 
 
 # Strings and variable length -----------------------------------------------------------------------------

@@ -130,6 +130,15 @@ def test_a_placeholder_stands_for_the_name_of_the_split(write, keys, fields):
         assert list(splits.get(split)[0].fields) == fields
 
 
+@pytest.mark.parametrize("kind", ["soft", "external"])
+def test_a_placeholder_follows_links(write, kind):
+    write("far.h5", x=np.arange(2) + 10)
+    path = write("all.h5", **{"train/x": np.arange(4), "kept/x": np.arange(2) + 10})
+    with h5py.File(path, "a") as h5_file:
+        h5_file["val/x"] = h5py.SoftLink("/kept/x") if kind == "soft" else h5py.ExternalLink("far.h5", "/x")
+    assert samples(make(path, keys=["{split}/x"]), "val") == [10, 11]
+
+
 def test_a_placeholder_finds_no_split_that_is_not_there(write):
     splits = make(write("all.h5", x_train=np.arange(4)), keys=["x_{split}"])
     assert (samples(splits, "train"), splits.get("val"), splits.get("predict")) == ([0, 1, 2, 3], None, None)
