@@ -17,8 +17,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpufeed import H5DataModule, H5ImageDataModule, H5Loader
+from lightning_gpufeed.device.images import ImagePreparation
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
 
 pytestmark = [
@@ -151,6 +154,30 @@ def test_a_trainers_reload_setting_was_changed_by_what_another_one_did(train, tm
     assert trainer.reload_dataloaders_every_n_epochs == 2
 
 
+class Interrupted(Recorder):
+    """Fails in its fourth step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Train, or fail."""
+        if len(self.trained) == 3:
+            raise RuntimeError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(r"ignore:`.fit\(ckpt_path=None\)` was called without a model:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+def test_the_batch_of_a_step_that_failed_was_never_trained_on(train, tmp_path):
+    # A checkpoint written because of an error lies in the middle of a step. The batch counted as used, since it had
+    # been handed out; Lightning counts it as still to come. The resumed epoch lacked it and, one batch short, its
+    # validation.
+    saving = OnExceptionCheckpoint(tmp_path)
+    before = Interrupted()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(H5ImageDataModule(train, batch_size=2), before, enable_checkpointing=True, callbacks=[saving])
+    after = fit(H5ImageDataModule(train, batch_size=2), checkpoint=tmp_path / "on_exception.ckpt")
+    assert sorted(before.trained_by_epoch[0] + after.trained_by_epoch[0]) == EVERYTHING
+
+
 # Values ------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +189,30 @@ def test_validation_images_were_decoded_with_the_scale_of_the_training_file(trai
     fit(H5ImageDataModule(paths[0], val=paths[1], batch_size=4), model, max_epochs=1)
     [images] = model.images["validate"]
     assert torch.equal(images[:, 0], read(paths[1], "images").float() * 0.5 + 3.0)
+
+
+class Divisors(TorchDispatchMode):
+    """Notes what tensors are divided by."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.kinds: list[type] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the divisor of a division, and do what was asked for."""
+        if func.name().startswith("aten::div"):
+            self.kinds.append(type(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_bytes_were_divided_by_a_number_of_the_host():
+    # By such a number CUDA does not divide, it multiplies with the reciprocal: half of all bytes got another last bit
+    # than on the CPU. By a tensor on the device it divides. tests/gpu compares the bits; here only who divides.
+    prepare = ImagePreparation("NHW", mean=(0.5,), std=(0.25,))
+    with Divisors() as divisors:
+        prepare(torch.zeros(2, 9, 8, dtype=torch.uint8))
+    assert divisors.kinds == [torch.Tensor] * 2
 
 
 def test_a_named_label_was_ignored_when_the_images_were_not_named(train):

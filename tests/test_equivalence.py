@@ -145,6 +145,25 @@ def test_a_windowed_shuffle_trains_like_a_tensor_dataset_in_that_order(tmp_path,
     assert differences(ours, plain) == []
 
 
+@pytest.mark.parametrize(("layout", "storage"), [("NHW", "raw"), ("NHW", "gzip")])
+def test_a_fraction_of_the_training_file_trains_like_two_tensor_datasets(tmp_path, files, layout, storage):
+    # Training and validation then read from one open source, at the same time.
+    data = {"batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN[:1], "std": STD[:1]}
+    model = Recorder(72, schedule=True, keep_images=True)
+    with chunk_warning(storage):
+        ours = fit(model, tmp_path, H5ImageDataModule(files[0], val=0.3, **data))
+    taken = model.samples("validate")[: round(0.3 * NUM_TRAIN)]
+    rest = [sample for sample in range(NUM_TRAIN) if sample not in taken]
+    images, labels = tensor_dataset(files[0], layout).tensors
+    plain = fit(
+        Recorder(72, schedule=True, keep_images=True),
+        tmp_path,
+        plain_loader(TensorDataset(images[rest], labels[rest])),
+        plain_loader(TensorDataset(images[taken], labels[taken]), NoShuffle()),
+    )
+    assert differences(ours, plain) == []
+
+
 class WithOwnTransform(Recorder):
     """What a user does by hand in plain Lightning."""
 

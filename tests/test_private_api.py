@@ -291,6 +291,39 @@ def test_the_count_of_batches_is_restored_from_the_loaded_checkpoint_after_the_d
     assert [event for event in events if event.startswith("step")] == ["step 1", "step 2"]
 
 
+def test_a_batch_is_counted_as_processed_after_its_step_and_before_checkpoints_are_written():
+    """`is_latest_in_work` in datamodules/resume.py compares this count with the batches handed out. If this fails, look
+    for when `batch_progress` counts a batch: a checkpoint of an interrupted step would skip a batch, or repeat one.
+    """
+    counts: list[tuple[str, int]] = []
+
+    class Counting(Model):
+        def note(self, where: str) -> None:
+            counts.append((where, self.trainer.fit_loop.epoch_loop.batch_progress.current.processed))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.note(f"step {batch_idx}")
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.note(f"end {batch_idx}")
+
+        def on_train_epoch_end(self) -> None:
+            self.note("epoch's end")
+
+    make_trainer(max_epochs=2).fit(Counting([]), Data([]))
+    one_epoch = [
+        ("step 0", 0),
+        ("end 0", 1),
+        ("step 1", 1),
+        ("end 1", 2),
+        ("step 2", 2),
+        ("end 2", 3),
+        ("epoch's end", 3),
+    ]
+    assert counts == one_epoch * 2
+
+
 def test_the_reload_setting_is_read_at_each_epoch():
     """H5DataModule supports `reload_dataloaders_every_n_epochs`, and a user may set it in the middle of a fit. If this
     fails, check that a reloaded loader still continues the order (test_resume.py).

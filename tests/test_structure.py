@@ -35,6 +35,7 @@ ABOUT_A_PART = {
     "datamodules/test_bad_input.py",
     "datamodules/test_cli_yaml.py",
     "datamodules/test_distributed.py",
+    "gpu/test_feed_gpu.py",
     "hdf5/test_corpus.py",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_gpufeed.datamodules.resume import shift_batch_progress
+from lightning_gpufeed.datamodules.resume import is_latest_in_work, shift_batch_progress
 from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.loader import H5Loader
@@ -179,6 +180,7 @@ class H5DataModule(LightningDataModule):
             ValueError: There is no training data.
         """
         loader = self._loader("train")
+        loader.is_latest_in_work = partial(is_latest_in_work, self.trainer, loader.position)
         if self._resumed is not None:
             # Once the Trainer names a later epoch, only seed and shuffle of the state are left in force.
             loader.load_state_dict(self._resumed)

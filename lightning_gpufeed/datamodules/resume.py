@@ -1,4 +1,4 @@
-"""Makes Lightning's count of batches agree with an epoch that is resumed with another batch size or number of ranks.
+"""Makes Lightning's count of batches and the position in the epoch agree when a run is saved and resumed.
 
 Private names of Lightning, both asserted in `tests/test_private_api.py`: `trainer._checkpoint_connector` and its
 `_loaded_checkpoint`, the dict that the loops are restored from after the DataModule.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["shift_batch_progress"]
+from lightning_gpufeed.hdf5.position import EpochPosition
+
+__all__ = ["is_latest_in_work", "shift_batch_progress"]
 
 
 def shift_batch_progress(trainer: Any, num_batches: int) -> None:
@@ -28,3 +30,20 @@ def shift_batch_progress(trainer: Any, num_batches: int) -> None:
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     for name in current:
         current[name] += num_batches
+
+
+def is_latest_in_work(trainer: Any, position: EpochPosition) -> bool:
+    """Whether the batch handed out last has not been processed yet, and will be trained again after a resume.
+
+    So it is in a checkpoint written in the middle of a step: on an exception, on Ctrl-C, by a signal handler.
+
+    Args:
+        trainer: The Trainer, or None.
+        position: Where its training loader stands.
+
+    Returns:
+        True if the Trainer has processed one batch less than it was handed.
+    """
+    if trainer is None:
+        return False
+    return bool(position.steps_done == trainer.fit_loop.epoch_loop.batch_progress.current.processed + 1)

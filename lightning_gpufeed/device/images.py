@@ -43,7 +43,7 @@ class ImagePreparation:
     offset: float = 0.0
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
-    _constants: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor | None, torch.Tensor | None]] = field(
+    _constants: dict[tuple[torch.device, torch.dtype, tuple[float, ...]], torch.Tensor] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -67,19 +67,18 @@ class ImagePreparation:
         if self.scale is not None:
             result.mul_(self.scale).add_(self.offset)
         elif images.dtype in _FULL_SCALE:
-            result.div_(_FULL_SCALE[images.dtype])
-        mean, std = self._on(images.device, working)
-        if mean is not None:
-            result.sub_(mean)
-        if std is not None:
-            result.div_(std)
+            # By a tensor on the device: CUDA divides by a plain number by multiplying with its inverse, which is off by
+            # one bit for half of the 256 values.
+            result.div_(self._on(images.device, working, (_FULL_SCALE[images.dtype],)))
+        if self.mean is not None:
+            result.sub_(self._on(images.device, working, self.mean))
+        if self.std is not None:
+            result.div_(self._on(images.device, working, self.std))
         return result.to(self.dtype)
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Mean and standard deviation as (C, 1, 1) tensors on a device, made once."""
-        if (device, dtype) not in self._constants:
-            self._constants[device, dtype] = (
-                None if self.mean is None else torch.tensor(self.mean, dtype=dtype, device=device).view(-1, 1, 1),
-                None if self.std is None else torch.tensor(self.std, dtype=dtype, device=device).view(-1, 1, 1),
-            )
-        return self._constants[device, dtype]
+    def _on(self, device: torch.device, dtype: torch.dtype, numbers: tuple[float, ...]) -> torch.Tensor:
+        """Numbers per channel, or one for all, as a tensor (C, 1, 1) on a device, made once."""
+        key = (device, dtype, numbers)
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(numbers, dtype=dtype, device=device).view(-1, 1, 1)
+        return self._constants[key]

@@ -99,19 +99,23 @@ class HostBufferPool:
             begin = self._offsets[name]
             num_bytes = num_rows * spec.row_bytes
             # Nothing to share where there is nothing.
-            part = flat[begin : begin + num_bytes].view(spec.dtype) if num_bytes else torch.empty(0, dtype=spec.dtype)
+            part = (
+                flat[begin : begin + num_bytes].view(spec.dtype)
+                if num_bytes
+                else torch.empty(0, dtype=spec.dtype, device="cpu")
+            )
             tensors[name] = part.view(num_rows, *spec.row_shape)
         return tensors
 
     def _pinned(self) -> torch.Tensor:
-        return torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _pageable(self) -> torch.Tensor:
         """A view of a buffer whose death gives the buffer back."""
         try:
             buffer = self._free.popleft()
         except IndexError:
-            buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8).numpy()
+            buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu").numpy()
         lease = buffer.view()
         # torch keeps `lease` alive as long as any tensor shares this memory, so its end is the batch's end.
         self._watched[id(lease)] = weakref.ref(lease, _GiveBack(self, id(lease), buffer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ with contextlib.suppress(ImportError):
 __all__ = [
     "FileStamp",
     "StrPath",
+    "has_keys",
     "list_datasets",
     "open_file",
     "open_h5_dataset",
@@ -181,6 +182,20 @@ def list_datasets(h5_file: Any) -> dict[str, Any]:
         with contextlib.suppress(KeyError, OSError):
             visit(name, h5_file[name])
     return dict(sorted(found.items()))
+
+
+def has_keys(path: StrPath, keys: Iterable[str]) -> bool:
+    """Whether a file has all of these keys, links included, broken ones too.
+
+    Args:
+        path: An HDF5 file.
+        keys: Paths inside it.
+
+    Returns:
+        True if each names something.
+    """
+    with open_file(path) as h5_file:
+        return all(_has_link(h5_file, key) for key in keys)
 
 
 def open_h5_dataset(h5_file: Any, key: str) -> Any:

@@ -46,7 +46,7 @@ class BlockReader:
         self._cache: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
         self._files = ExitStack()
         self._open: dict[int, Any] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._lock = threading.Lock()
         self._is_closed = False
         self.num_block_reads = 0
@@ -112,7 +112,7 @@ class BlockReader:
     def _scratch_for(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """Memory to collect rows in, kept between reads: aligned memory that comes and goes breaks up the heap."""
         if self._scratch.numel() < num_rows * row_bytes:
-            self._scratch = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+            self._scratch = torch.empty(num_rows * row_bytes, dtype=torch.uint8, device="cpu")
         return self._scratch[: num_rows * row_bytes].view(num_rows, row_bytes)
 
     def _h5_dataset(self, file_index: int) -> Any:

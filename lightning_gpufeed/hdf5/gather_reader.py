@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -21,9 +22,14 @@ __all__ = ["GatherReader"]
 Indices = npt.NDArray[np.int64]
 
 # Called through PyDLL, which keeps the interpreter lock: asking for a file's size must not cost a hand-over of it.
-_lseek = ctypes.PyDLL(None, use_errno=True).lseek
-_lseek.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
-_lseek.restype = ctypes.c_int64
+# Python's own mmap would hold a second descriptor for each file.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.lseek.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
+_libc.lseek.restype = ctypes.c_int64
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class GatherReader:
@@ -103,11 +109,9 @@ class _Mapping:
     """The files, open and mapped, and the view over all of them. Closed by its last reference."""
 
     def __init__(self, layouts: Sequence[H5DatasetLayout], sample_bytes: int) -> None:
-        self._descriptors: list[int] = []
-        weakref.finalize(self, _close_all, self._descriptors)
-        self._maps: list[mmap.mmap] = []
         self._guards: list[tuple[int, int, str]] = []
         self.addresses: list[int] = []
+        weakref.finalize(self, _release, self._guards, self.addresses)
         end = max(self._map(layout) for layout in layouts)
         self.base = min(self.addresses)
         span = end - self.base
@@ -117,26 +121,30 @@ class _Mapping:
 
     def _map(self, layout: H5DatasetLayout) -> int:
         """Map one file; returns the address behind its end."""
-        descriptor = os.open(layout.storage_path, os.O_RDONLY | os.O_CLOEXEC)
-        self._descriptors.append(descriptor)
+        try:
+            descriptor = os.open(layout.storage_path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _explain(error, layout.storage_path, len(self._guards)) from error
         status = os.fstat(descriptor)
+        self._guards.append((descriptor, status.st_size, layout.storage_path))
         stamp = next(stamp for stamp in layout.stamps if stamp.path == layout.storage_path)
         if (status.st_size, status.st_mtime_ns, status.st_ino) != (stamp.size_bytes, stamp.mtime_ns, stamp.inode):
             raise FeedError(
                 f"{stamp.path} changed between reading its layout and opening it, so its samples may lie elsewhere "
                 f"now. Build the loader or DataModule again to use the new file."
             )
-        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        self._maps.append(mapped)
-        self._guards.append((descriptor, status.st_size, layout.storage_path))
-        self.addresses.append(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
-        return self.addresses[-1] + status.st_size
+        address = _libc.mmap(None, status.st_size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise _explain(OSError(number, os.strerror(number)), layout.storage_path, len(self._guards) - 1)
+        self.addresses.append(address)
+        return int(address) + status.st_size
 
     def refuse_shrunk(self, files: Indices) -> None:
         """Look at the files about to be read: a page past a file's end is a fatal signal, not an exception."""
         for number in {0} if len(self._guards) == 1 else set(files.tolist()):
             descriptor, size, path = self._guards[number]
-            now = _lseek(descriptor, 0, os.SEEK_END)
+            now = _libc.lseek(descriptor, 0, os.SEEK_END)
             if now < size:
                 raise FeedError(
                     f"{path} became shorter while it was read: {size} bytes at the start, {now} now. "
@@ -144,6 +152,25 @@ class _Mapping:
                 )
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
+def _explain(error: OSError, path: str, num_open: int) -> OSError | FeedError:
+    """Say what to do about a limit of the system."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return FeedError(
+            f"{path} cannot be opened beside {num_open} other files of the dataset: the limit of open files is "
+            f"reached. Raise it (ulimit -n), or pack the data into fewer files."
+        )
+    if error.errno == errno.ENOMEM:
+        return FeedError(
+            f"{path} cannot be mapped into memory: the process's address space is limited (ulimit -v). Raise the limit."
+        )
+    return error
+
+
+def _release(guards: list[tuple[int, int, str]], addresses: list[int]) -> None:
+    """Unmap and close."""
+    for address, (_, size, _) in zip(addresses, guards, strict=False):
+        _libc.munmap(address, size)
+    for descriptor, _, _ in guards:
+        os.close(descriptor)
+    guards.clear()
+    addresses.clear()

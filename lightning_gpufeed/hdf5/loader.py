@@ -101,6 +101,8 @@ class H5Loader:
         self._to_batch = to_batch
         self.position = EpochPosition()
         self.statistics = FeedStatistics()
+        # A training loop that may be interrupted inside a step can say here whether the latest batch has to come again.
+        self.is_latest_in_work: Callable[[], bool] | None = None
         self._pool: HostBufferPool | None = None
         self._feed: Feed[Batch] | None = None
         self._running: weakref.ref[_Iteration] | None = None
@@ -182,7 +184,7 @@ class H5Loader:
         self._feed = self._running = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last batch handed out.
+        """Position after the latest batch handed out; before it, if `is_latest_in_work` says so.
 
         Returns:
             Plain numbers and strings, the same on every rank.
@@ -194,9 +196,7 @@ class H5Loader:
             "seed": self.seed,
             "shuffle": str(self.shuffle),
             "step_samples": self.step_samples,
-            "epoch": self.position.epoch,
-            "samples_consumed": self.position.samples_consumed,
-            "steps_done": self.position.steps_done,
+            **self.position.numbers(self.is_latest_in_work is not None and self.is_latest_in_work()),
         }
 
     def _digest(self) -> str:
@@ -250,7 +250,7 @@ class H5Loader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but buffers and the running iteration."""
-        return {**self.__dict__, "_pool": None, "_feed": None, "_running": None}
+        return {**self.__dict__, "_pool": None, "_feed": None, "_running": None, "is_latest_in_work": None}
 
     def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
         """Begin the epoch that the position says, in a new thread; ends the iteration that runs, if any."""

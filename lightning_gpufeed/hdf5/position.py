@@ -28,6 +28,7 @@ class EpochPosition:
         self.steps_done = 0
         self.is_begun = False
         self._is_epoch_set = False
+        self._latest_samples = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is.
@@ -50,6 +51,7 @@ class EpochPosition:
         self.epoch = epoch
         self.samples_consumed = samples_consumed
         self.steps_done = steps_done
+        self._latest_samples = 0
         self.is_begun = False
         self._is_epoch_set = False
 
@@ -76,3 +78,20 @@ class EpochPosition:
         """
         self.samples_consumed += num_samples
         self.steps_done += 1
+        self._latest_samples = num_samples
+
+    def numbers(self, is_latest_in_work: bool) -> dict[str, int]:
+        """The position as numbers to save.
+
+        Args:
+            is_latest_in_work: Whether the latest batch is still being worked on, and has to come again.
+
+        Returns:
+            `epoch`, `samples_consumed` and `steps_done`.
+        """
+        steps, samples = (1, self._latest_samples) if is_latest_in_work and self._latest_samples else (0, 0)
+        return {
+            "epoch": self.epoch,
+            "samples_consumed": self.samples_consumed - samples,
+            "steps_done": self.steps_done - steps,
+        }

@@ -111,7 +111,7 @@ class ResidentReader:
         """
         spec = spec_of(layouts[0])
         total = sum(layout.num_samples for layout in layouts)
-        values = torch.empty((total, *spec.row_shape), dtype=spec.dtype)
+        values = torch.empty((total, *spec.row_shape), dtype=spec.dtype, device="cpu")
         blocks = BlockReader(layouts, cache_bytes=0)
         try:
             blocks.read_into(np.arange(total), values)

@@ -187,7 +187,8 @@ class H5Source:
             The batch.
         """
         out = {
-            name: torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype) for name, spec in self.specs.items()
+            name: torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype, device="cpu")
+            for name, spec in self.specs.items()
         }
         return self.read(indices, out)
 
@@ -202,7 +203,7 @@ class H5Source:
             (n, *sample_shape).
         """
         spec = self.specs[name]
-        out = torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype)
+        out = torch.empty((len(indices), *spec.row_shape), dtype=spec.dtype, device="cpu")
         self._reader(name).read_into(indices, out)
         return out
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.access import StrPath
+from lightning_gpufeed.hdf5.access import StrPath, has_keys
 from lightning_gpufeed.hdf5.holdout import take_fraction, take_indices
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, describe, group_by_split, list_arrays, pick_group
 from lightning_gpufeed.hdf5.source import H5Source
@@ -172,8 +172,7 @@ class H5Splits:
             name.replace("{split}", "").strip("_-./ ") or name: key.replace("{split}", split)
             for name, key in named.items()
         }
-        known = {array.key for array in list_arrays(first)}
-        return filled if is_own_file or {key.strip("/") for key in filled.values()} <= known else None
+        return filled if is_own_file or has_keys(first, filled.values()) else None
 
     def _found_keys(self, split: Split, path: str, is_own_file: bool) -> dict[str, str] | None:
         """Choose keys when none are named."""

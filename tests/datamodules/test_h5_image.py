@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import h5py
@@ -443,7 +444,8 @@ def test_memory_is_flat_over_the_epochs_and_does_not_grow_with_the_file(tmp_path
     assert run.returncode == 0, run.stderr
     kib = {int(size): epochs for size, epochs in json.loads(run.stdout.splitlines()[-1]).items()}
     assert [len(epochs) for epochs in kib.values()] == [5, 5]
-    # One batch kept per epoch would be 12 MiB after four epochs; measured: 0.3 MiB, of the allocator.
-    assert max(kib[large]) - kib[large][0] < 4 << 10
+    # Medians, because the last float batch, of 12 MiB, is still there or not at the moment an epoch ends. One batch
+    # kept per epoch would be 6 MiB between the two; measured: 0.3 MiB, of the allocator.
+    assert median(kib[large][2:]) - median(kib[large][:3]) < 4 << 10
     # Measured: 10 MiB for order, block positions and allocator; the file is 387 MB larger.
-    assert kib[large][-1] - kib[small][-1] < 32 << 10
+    assert median(kib[large]) - median(kib[small]) < 32 << 10

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_gpufeed import FeedError, H5ImageDataModule, H5Loader
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, same_bits, state_of, write_images
@@ -228,6 +229,48 @@ def test_the_order_of_the_saved_run_goes_on_when_the_datamodule_has_another_seed
     model = Recorder()
     full.resume(checkpoint, model, {"seed": 4, "batch_size": batch_size})
     assert model.trained_by_epoch == {epoch: full.remaining(checkpoint, epoch) for epoch in range(3)}
+
+
+class Interrupted(Recorder):
+    """Fails in one step, before or after the optimizer had its turn."""
+
+    def __init__(self, at: tuple[int, int], **settings: Any) -> None:
+        """Note the epoch and the batch."""
+        super().__init__(**settings)
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Train, or fail."""
+        if (self.current_epoch, batch_idx) == self.at:
+            raise RuntimeError("interrupted on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+# With OnExceptionCheckpoint Lightning looks for an earlier one, and says so.
+@pytest.mark.filterwarnings(r"ignore:`.fit\(ckpt_path=None\)` was called without a model:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+@pytest.mark.parametrize("reads_estimate", [False, True])
+@pytest.mark.parametrize("batch_size", [BATCH_SIZE, 2])
+@pytest.mark.parametrize("at", [(0, 0), (0, 4), (1, 3)])
+def test_a_checkpoint_written_in_the_middle_of_a_step_resumes_with_that_step(
+    tmp_path, files, at, batch_size, reads_estimate
+):
+    # As `OnExceptionCheckpoint` does, and SLURM's signal: the batch has been handed out but not been trained on.
+    full = Run(files, tmp_path / "saved", Recorder(reads_estimate=reads_estimate), {})
+    before = Interrupted(at, reads_estimate=reads_estimate)
+    trainer = make_trainer(
+        max_epochs=NUM_EPOCHS, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(tmp_path / "failed")]
+    )
+    with pytest.raises(RuntimeError, match="interrupted on purpose"):
+        trainer.fit(before, H5ImageDataModule(files[0], val=files[1], batch_size=BATCH_SIZE))
+    [checkpoint] = (tmp_path / "failed").iterdir()
+    after = Recorder(reads_estimate=reads_estimate)
+    trainer = full.resume(checkpoint, after, {"batch_size": batch_size, "eval_batch_size": BATCH_SIZE})
+    together = [sample for model in (before, after) for _, batch in model.trained for sample in batch]
+    assert together == full.model.trained_by_epoch[0] + full.model.trained_by_epoch[1]
+    assert [_num_validations(after, epoch) for epoch in range(NUM_EPOCHS)] == [float(at[0] == 0), 1.0]
+    if batch_size == BATCH_SIZE:
+        assert same_bits(state_of(trainer, after), state_of(full.trainer, full.model))
 
 
 def test_more_epochs_can_be_added_at_every_checkpoint(tmp_path, files):
