@@ -16,6 +16,7 @@ from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.image_field import common_layout, image_layout, per_channel
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, find_image_key, find_label_key, list_arrays
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
+from lightning_gpufeed.hdf5.quantize import Affine
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import Paths
 from lightning_gpufeed.hdf5.statistics import channel_statistics
@@ -305,15 +306,12 @@ class H5ImageDataModule(H5DataModule):
             raise ValueError("mean or std is 'auto', which is computed over the training data, but train= is missing.")
         source, indices = found
         layout = common_layout(source)
-        axis = {"NCHW": 0, "NHWC": 2, "NHW": None}[image_layout(layout, self._image_layout)]
-        mean, std = channel_statistics(source, "image", axis, indices)
-        dtype = source.specs["image"].dtype
+        affine = None
         if "scale" in layout.attributes:
-            scale, offset = float(layout.attributes["scale"]), float(layout.attributes.get("offset", 0.0))
-            mean, std = mean * scale + offset, std * abs(scale)
-        elif not dtype.is_floating_point:
-            full = {torch.uint8: 255.0, torch.uint16: 65535.0}.get(dtype, 1.0)
-            mean, std = mean / full, std / full
+            affine = Affine(float(layout.attributes["scale"]), float(layout.attributes.get("offset", 0.0)))
+        elif layout.dtype == np.uint16:
+            affine = Affine(1 / 65535, 0.0)
+        mean, std = channel_statistics(source, "image", image_layout(layout, self._image_layout), indices, affine)
         return {"mean": mean.tolist(), "std": std.tolist()}
 
     # Batches ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ become zeros, larger ones would wrap around. What can be asked for::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from lightning_gpufeed.hdf5.sources.source import FieldSpec
 
 __all__ = [
     "Affine",
-    "ChannelStatistics",
     "Conversion",
     "convert",
     "finite_range",
@@ -31,9 +30,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-
-# Values looked at in one go while summing squares: a slab this small stays in the processor's cache.
-_SLAB_VALUES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -310,88 +306,3 @@ def _first(is_wrong: npt.NDArray[np.bool_], values: Array) -> tuple[int, Any]:
     """Row and value of the first wrong value."""
     place = int(np.flatnonzero(is_wrong)[0])
     return place // (is_wrong.size // len(is_wrong)), values.reshape(-1)[place]
-
-
-class ChannelStatistics:
-    """Mean and population standard deviation per channel, gathered batch by batch.
-
-    uint8 images are summed in whole numbers, so the result does not depend on the batches at all. Other types
-    are merged in float64 by squared deviations, which do not cancel as sums of squares would.
-
-    Args:
-        sample_shape: Shape of one image.
-        dtype: NumPy type in the file.
-        layout: `"NCHW"`, `"NHWC"` or `"NHW"`.
-        affine: Steps of a quantised field; without, uint8 counts as value / 255, other types as they are.
-
-    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
-    1979, for the merging.
-    """
-
-    def __init__(self, sample_shape: tuple[int, ...], dtype: np.dtype[Any], layout: str, affine: Affine | None) -> None:
-        self._layout, self._is_exact = layout, dtype == np.uint8
-        self._affine = affine or Affine(1 / 255 if self._is_exact else 1.0, 0.0)
-        num_channels = {"NCHW": sample_shape[0], "NHWC": sample_shape[-1], "NHW": 1}[layout]
-        self._count = 0
-        # Sums and sums of squares when exact, else means and summed squared deviations.
-        self._first: list[Any] = [0] * num_channels
-        self._second: list[Any] = [0] * num_channels
-
-    def update(self, images: Array) -> None:
-        """Take in images `(num_rows, *sample_shape)`."""
-        for slab in _channel_slabs(images, self._layout):
-            (self._add if self._is_exact else self._merge)(slab)
-            self._count += slab.shape[1]
-
-    def _add(self, slab: npt.NDArray[np.uint8]) -> None:
-        """Add sums of a slab `(num_channels, num_values)`."""
-        squares = slab.astype(np.uint16)
-        squares *= squares  # 255 * 255 still fits
-        for channel in range(len(slab)):
-            self._first[channel] += int(slab[channel].sum(dtype=np.uint64))
-            self._second[channel] += int(squares[channel].sum(dtype=np.uint64))
-
-    def _merge(self, slab: Array) -> None:
-        """Merge means and deviations of a slab `(num_channels, num_values)`."""
-        values, count = slab.astype(np.float64), slab.shape[1]
-        total = self._count + count
-        # Values kept as they are may be NaN or overflow when squared; the result then is no number either.
-        with np.errstate(invalid="ignore", over="ignore"):
-            for channel, row in enumerate(values):
-                mean = row.mean()
-                delta = mean - self._first[channel]
-                deviations = ((row - mean) ** 2).sum() + delta**2 * (self._count * count / total)
-                self._second[channel] = float(self._second[channel] + deviations)
-                self._first[channel] = float(self._first[channel] + delta * (count / total))
-
-    def mean_std(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Mean and standard deviation, float64 `(num_channels,)` each, of the decoded values."""
-        count, scale = self._count, self._affine.scale
-        if not self._is_exact:
-            return np.array(self._first), np.sqrt(np.array(self._second) / count)
-        # In whole numbers, where the difference of two large products is still exact.
-        pairs = zip(self._first, self._second, strict=True)
-        variances = [(count * square - total * total) / (count * count) for total, square in pairs]
-        means = np.array([total / count for total in self._first])
-        return means * scale + self._affine.offset, np.sqrt(variances) * scale
-
-    @property
-    def state(self) -> list[Any]:
-        """What `restore` needs; JSON holds it without loss."""
-        return [self._count, list(self._first), list(self._second)]
-
-    def restore(self, state: list[Any]) -> None:
-        """Go on from a saved `state`."""
-        self._count, self._first, self._second = state[0], list(state[1]), list(state[2])
-
-
-def _channel_slabs(images: Array, layout: str) -> Iterator[Array]:
-    """Images as `(num_channels, num_values)` arrays of a size that the processor's cache holds."""
-    by_channel: dict[str, Callable[[Array], Array]] = {
-        "NCHW": lambda part: part.reshape(*part.shape[:2], -1).transpose(1, 0, 2).reshape(part.shape[1], -1),
-        "NHWC": lambda part: np.ascontiguousarray(part.reshape(-1, part.shape[-1]).T),
-        "NHW": lambda part: part.reshape(1, -1),
-    }
-    rows = max(1, _SLAB_VALUES // max(1, images[0].size)) if len(images) else 1
-    for start in range(0, len(images), rows):
-        yield by_channel[layout](images[start : start + rows])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -298,14 +299,30 @@ def test_the_statistics_count_what_was_handed_out():
     feed.close()
 
 
-def test_waiting_is_counted_only_while_nothing_is_ready():
-    log, gate = EventLog(), threading.Event()
-    feed = Feed(LoggedProducer(log, gates={0: gate}), 1)
-    log.wait_for("begin 0")
-    threading.Timer(0.05, gate.set).start()  # the time that is to be counted
+def test_the_time_the_consumer_is_blocked_is_counted(monkeypatch):
+    log, gate, times = EventLog(), threading.Event(), []
+    condition = parking_condition(log, threading.current_thread().name)
+
+    def open_gate() -> None:
+        log.wait_for("parked")  # the consumer sleeps
+        times.append(time.perf_counter())
+        gate.set()
+
+    producer = LoggedProducer(EventLog(), gates={0: gate})
+    with monkeypatch.context() as patch:
+        patch.setattr(feed_module.threading, "Condition", condition)
+        feed = Feed(producer, 2)
+    log.events.clear()  # it slept while the thread started, too
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    begin = time.perf_counter()
     next(feed)
-    assert feed.statistics.wait_seconds >= 0.04
-    assert feed.statistics.wait_share > 0.9
+    end = time.perf_counter()
+    opener.join(WAIT_SECONDS)
+    assert 0 < feed.statistics.wait_seconds <= end - begin
+    assert feed.statistics.wait_share == 1.0  # nothing but waiting until the first item
+    assert begin < times[0] < end
+    feed.close()
 
 
 def test_rates_of_nothing_are_zero():

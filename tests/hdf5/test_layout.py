@@ -13,6 +13,7 @@ import hdf5plugin
 import numpy as np
 import pytest
 
+import lightning_gpufeed.hdf5.layout as layout_module
 from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage, read_layout
 from tests.contracts import as_bytes
@@ -136,6 +137,21 @@ def test_numbers_of_an_odd_width_are_converted_by_hdf5(tmp_path):
     layout = read_layout(tmp_path / "data.h5", "x")
     assert layout.engine is Engine.H5PY
     assert layout.engine_reason == "the file's element type needs conversion to uint16"
+
+
+def test_offsets_that_do_not_lead_to_the_samples_are_not_used(write, monkeypatch):
+    # Older releases of HDF5 count from behind the user block.
+    path = write(data=numbers((10, 50)), chunks=(5, 50), file={"userblock_size": 512})
+    find = layout_module._block_offsets
+
+    def find_relative(h5_dataset: Any, storage: Storage) -> Any:
+        offsets, is_odd = find(h5_dataset, storage)
+        return offsets - 512, is_odd
+
+    monkeypatch.setattr(layout_module, "_block_offsets", find_relative)
+    layout = read_layout(path, "x")
+    assert layout.engine is Engine.H5PY
+    assert layout.engine_reason == "the bytes at the chunks' offsets are not what HDF5 returns for them"
 
 
 # Facts ---------------------------------------------------------------------------------------------------

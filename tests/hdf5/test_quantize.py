@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from lightning_gpufeed.errors import PackError
 from lightning_gpufeed.hdf5.quantize import (
     Affine,
-    ChannelStatistics,
     Conversion,
     convert,
     finite_range,
     plan_conversions,
 )
 from lightning_gpufeed.hdf5.sources import FieldSpec
+from lightning_gpufeed.hdf5.statistics import ChannelStatistics
 
 UINT8 = np.dtype(np.uint8)
 FINITE = st.floats(min_value=-1e150, max_value=1e150, allow_nan=False)

@@ -11,10 +11,15 @@ import pytest
 
 import lightning_gpufeed.hdf5.statistics as statistics_module
 from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.hdf5.quantize import Affine
 from lightning_gpufeed.hdf5.source import H5Source
 from lightning_gpufeed.hdf5.statistics import channel_statistics
 
 random = np.random.default_rng(0)
+
+
+def in_stored_units(source: H5Source, layout: str, indices: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    return channel_statistics(source, "x", layout, indices, Affine(1.0, 0.0))
 
 
 @pytest.fixture
@@ -36,8 +41,8 @@ def store(tmp_path: Path) -> Callable[..., H5Source]:
 
 
 AXES = pytest.mark.parametrize(
-    ("shape", "channel_axis", "reduced"),
-    [((40, 3, 6, 5), 0, (0, 2, 3)), ((40, 6, 5, 3), 2, (0, 1, 2)), ((40, 6, 5), None, (0, 1, 2))],
+    ("shape", "layout", "reduced"),
+    [((40, 3, 6, 5), "NCHW", (0, 2, 3)), ((40, 6, 5, 3), "NHWC", (0, 1, 2)), ((40, 6, 5), "NHW", (0, 1, 2))],
     ids=["NCHW", "NHWC", "NHW"],
 )
 
@@ -45,10 +50,10 @@ AXES = pytest.mark.parametrize(
 @AXES
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.float32, np.float64, np.float16, bool])
 @pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 24])
-def test_statistics_are_those_of_numpy(monkeypatch, store, shape, channel_axis, reduced, dtype, block_bytes):
+def test_statistics_are_those_of_numpy(monkeypatch, store, shape, layout, reduced, dtype, block_bytes):
     monkeypatch.setattr(statistics_module, "_BLOCK_BYTES", block_bytes)
     images = (random.random(shape) * (2 if dtype is bool else 250)).astype(dtype)
-    mean, std = channel_statistics(store(images), "x", channel_axis)
+    mean, std = in_stored_units(store(images), layout)
     assert mean.dtype == std.dtype == np.float64
     # Both sum in float64, in another order: a few units in the last place.
     np.testing.assert_allclose(mean, np.atleast_1d(images.mean(axis=reduced, dtype=np.float64)), rtol=1e-12)
@@ -58,14 +63,14 @@ def test_statistics_are_those_of_numpy(monkeypatch, store, shape, channel_axis, 
 def test_only_the_samples_named_are_used(store):
     images = random.integers(0, 256, (30, 3, 4, 4), dtype=np.uint8)
     chosen = np.array([7, 3, 20])
-    mean, std = channel_statistics(store(images), "x", 0, chosen)
+    mean, std = in_stored_units(store(images), "NCHW", chosen)
     np.testing.assert_allclose(mean, images[chosen].mean(axis=(0, 2, 3)), rtol=1e-14)
     np.testing.assert_allclose(std, images[chosen].std(axis=(0, 2, 3)), rtol=1e-12)
 
 
 def test_statistics_run_through_all_files(store):
     images = random.integers(0, 256, (30, 3, 4, 4), dtype=np.uint8)
-    mean, _ = channel_statistics(store(images[:7], images[7:11], images[11:]), "x", 0)
+    mean, _ = in_stored_units(store(images[:7], images[7:11], images[11:]), "NCHW")
     np.testing.assert_allclose(mean, images.mean(axis=(0, 2, 3)), rtol=1e-14)
 
 
@@ -75,20 +80,20 @@ def test_statistics_of_integers_do_not_depend_on_the_blocks(monkeypatch, store, 
     results = []
     for block_bytes in (1, 777, 1 << 24):
         monkeypatch.setattr(statistics_module, "_BLOCK_BYTES", block_bytes)
-        results.append(np.stack(channel_statistics(source, "x", 0)))
+        results.append(np.stack(in_stored_units(source, "NCHW")))
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])
 
 
 def test_a_small_deviation_on_a_large_mean_is_not_lost(store):
     images = (random.random((50, 1, 8, 8)) + 1e8).astype(np.float64)
-    _, std = channel_statistics(store(images), "x", 0)
+    _, std = in_stored_units(store(images), "NCHW")
     np.testing.assert_allclose(std, images.std(axis=(0, 2, 3)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0, 137, 255])
 def test_a_channel_that_never_changes_has_no_deviation(store, value):
-    mean, std = channel_statistics(store(np.full((20, 2, 4, 4), value, np.uint8)), "x", 0)
+    mean, std = in_stored_units(store(np.full((20, 2, 4, 4), value, np.uint8)), "NCHW")
     assert (mean.tolist(), std.tolist()) == ([value, value], [0.0, 0.0])
 
 
@@ -99,7 +104,7 @@ def test_a_value_that_is_no_number_is_refused_with_its_sample_and_file(monkeypat
     second[13, 2, 1, 1] = value
     second[15] = value
     with pytest.raises(LayoutError) as error:
-        channel_statistics(store(first, second), "x", 0)
+        in_stored_units(store(first, second), "NCHW")
     assert str(error.value) == (
         f"statistics of 'x' cannot be computed: sample 13 of {tmp_path / 'part1.h5'} holds a value that is NaN or "
         f"infinite. Give mean= and std=, or clean the data."
@@ -109,5 +114,5 @@ def test_a_value_that_is_no_number_is_refused_with_its_sample_and_file(monkeypat
 def test_a_bad_sample_that_is_not_used_does_no_harm(store):
     images = np.ones((20, 1, 4, 4), np.float32)
     images[5] = np.nan
-    mean, _ = channel_statistics(store(images), "x", 0, np.array([1, 2, 3, 19]))
+    mean, _ = in_stored_units(store(images), "NCHW", np.array([1, 2, 3, 19]))
     assert mean.tolist() == [1.0]

@@ -21,13 +21,13 @@ import numpy.typing as npt
 from lightning_gpufeed.errors import PackError
 from lightning_gpufeed.hdf5.quantize import (
     Affine,
-    ChannelStatistics,
     Conversion,
     convert,
     finite_range,
     plan_conversions,
 )
 from lightning_gpufeed.hdf5.sources.source import RowError, Source, SourceRows
+from lightning_gpufeed.hdf5.statistics import ChannelStatistics
 
 __all__ = ["Block", "BlockReader", "shuffled_order"]
 
