@@ -495,7 +495,7 @@ CLOSED_WHILE_READING = """
 write("a.h5"); reader = open_it("a.h5")
 order = np.random.default_rng(0).permutation(64)
 out = torch.empty((64, 1 << 13), dtype=torch.int16)
-for turn in range(200):
+for turn in range(80):
     started = threading.Event()
     def work():
         started.set()
