@@ -143,9 +143,11 @@ def _explain(name: str, error: OSError) -> str:
             f"The copy or the program that wrote it was cut short (or it is one part of a family of files, which is "
             f"not supported); copy or pack it again."
         )
-    if error.errno in (errno.EAGAIN, errno.EACCES) or "already open for write" in text:
+    if error.errno in (errno.EAGAIN, errno.EACCES):
+        return f"{name}: another program has it open for writing and holds its lock ({text}). Close the writer first."
+    if "already open for write" in text:
         return (
-            f"{name}: another program has it open for writing ({text}). "
+            f"{name}: marked as open for writing ({text}). "
             f"Close the writer first; if it crashed, run h5clear -s on the file."
         )
     if not h5py.is_hdf5(name):
@@ -219,6 +221,11 @@ def open_h5_dataset(h5_file: Any, key: str) -> Any:
             raise LayoutError(
                 f"{h5_file.filename}: key {key!r} is a link to {link.path!r} in the file {link.filename!r}, "
                 f"which cannot be opened. Put that file back or name another key."
+            ) from error
+        if isinstance(link, h5py.SoftLink):
+            raise LayoutError(
+                f"{h5_file.filename}: key {key!r} is a link to {link.path!r}, which is not in the file. It has: "
+                f"{_describe_keys(h5_file)}."
             ) from error
         raise LayoutError(f"{h5_file.filename}: no dataset {key!r}. It has: {_describe_keys(h5_file)}.") from error
     if not isinstance(item, h5py.Dataset):

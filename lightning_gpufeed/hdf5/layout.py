@@ -188,7 +188,8 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
     if missing:
         raise LayoutError(
             f"{path}: dataset {key!r} is compressed with {', '.join(missing)}, which this HDF5 cannot decode. "
-            f"Install the plug-ins with: pip install 'lightning_gpufeed[filters]'"
+            f"Install the plug-ins with: pip install 'lightning_gpufeed[filters]'; if they lack it, write the file "
+            f"without filters where it can be read: h5repack -f NONE IN.h5 OUT.h5"
         )
     dtype = h5_dataset.dtype.newbyteorder("=") if h5_dataset.dtype.kind in "biufc" else np.dtype(object)
     needs = find_dependencies(path, h5_dataset)
@@ -232,6 +233,7 @@ def _refuse_type(path: str, key: str, h5_dataset: Any) -> None:
         is_text = h5py.check_string_dtype(dtype) is not None
         is_good = is_text or _is_number(dtype) or (base is not None and _is_number(base) and base.isnative)
         name = f"variable-length {base}" if base is not None else str(dtype)
+        name = "HDF5 reference" if h5py.check_ref_dtype(dtype) is not None else name
     except TypeError as error:
         is_good, name = False, f"({error})"
     if not is_good:

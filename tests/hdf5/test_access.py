@@ -136,8 +136,8 @@ def test_a_file_that_another_process_has_open_for_writing(writer, path, monkeypa
     text = refusal(path)
     assert "Resource temporarily unavailable" in text
     assert text == (
-        f"{path}: another program has it open for writing ({hdf5_text(path)}). "
-        f"Close the writer first; if it crashed, run h5clear -s on the file."
+        f"{path}: another program has it open for writing and holds its lock ({hdf5_text(path)}). "
+        f"Close the writer first."
     )
 
 
@@ -284,7 +284,10 @@ def test_a_dataset_is_found_by_every_name_it_has(rich, key):
         ("b/inner/x", "{path}: no dataset 'b/inner/x'. It has: {listed}."),
         ("b/nothing", "{path}: no dataset 'b/nothing'. It has: {listed}."),
         ("", "{path}: no dataset ''. It has: {listed}."),
-        ("broken_soft", "{path}: no dataset 'broken_soft'. It has: {listed}."),
+        (
+            "broken_soft",
+            "{path}: key 'broken_soft' is a link to '/nowhere', which is not in the file. It has: {listed}.",
+        ),
         ("b", "{path}: 'b' is a group, not a dataset. The file has: {listed}."),
         ("/", "{path}: '/' is a group, not a dataset. The file has: {listed}."),
         ("a_type", "{path}: 'a_type' is a named type, not a dataset. The file has: {listed}."),

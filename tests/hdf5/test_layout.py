@@ -371,8 +371,8 @@ def create_low_level(type_id: Any) -> Callable[[Any], None]:
         (lambda f: f.create_dataset("x", (3,), np.dtype(("<f4", (2,)))), "('<f4', (2,))"),
         (lambda f: f.create_dataset("x", (3,), h5py.opaque_dtype("M8[s]")), "datetime64[s]"),
         (lambda f: f.create_dataset("x", (3,), "V5"), "|V5"),
-        (lambda f: f.create_dataset("x", (3,), h5py.ref_dtype), "object"),
-        (lambda f: f.create_dataset("x", (3,), h5py.regionref_dtype), "object"),
+        (lambda f: f.create_dataset("x", (3,), h5py.ref_dtype), "HDF5 reference"),
+        (lambda f: f.create_dataset("x", (3,), h5py.regionref_dtype), "HDF5 reference"),
         (lambda f: f.create_dataset("x", (3,), np.longdouble), str(np.dtype(np.longdouble))),
         (lambda f: f.create_dataset("x", (3,), h5py.vlen_dtype(np.dtype(">i4"))), "variable-length >i4"),
         (
@@ -416,7 +416,8 @@ def test_a_filter_whose_plug_in_is_missing_is_named(write):
     path.write_bytes(content.replace(before, after))
     assert refusal(path) == (
         f"{path}: dataset 'x' is compressed with lzf (filter 33333), which this HDF5 cannot decode. "
-        f"Install the plug-ins with: pip install 'lightning_gpufeed[filters]'"
+        f"Install the plug-ins with: pip install 'lightning_gpufeed[filters]'; if they lack it, write the file without "
+        f"filters where it can be read: h5repack -f NONE IN.h5 OUT.h5"
     )
 
 
