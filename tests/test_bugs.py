@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -20,8 +21,9 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_gpufeed import H5DataModule, H5ImageDataModule, H5Loader
+from lightning_gpufeed import H5DataModule, H5ImageDataModule, H5Loader, LayoutError, PackError
 from lightning_gpufeed.device.images import ImagePreparation
+from lightning_gpufeed.hdf5.writer import pack
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
 
 pytestmark = [
@@ -291,3 +293,29 @@ def test_fitting_without_validation_data_warned_of_an_empty_list(train):
     for _ in range(2):
         model = fit(datamodule, Recorder(), max_epochs=1)
         assert sorted(model.trained_by_epoch[0]) == EVERYTHING
+
+
+def test_booleans_mean_zero_and_one_after_packing_too(tmp_path):
+    """`gpufeed pack` stored boolean images as uint8 without a word about their scale, and the DataModule divided by 255:
+    a model saw 1/255 for True. They are stored as booleans now.
+    """
+    images = np.random.default_rng(0).random((20, 1, 4, 4)) > 0.5
+    np.save(tmp_path / "b.npy", images)
+    pack(tmp_path / "b.npy", tmp_path / "b.h5")
+    dm = H5ImageDataModule(tmp_path / "b.h5", batch_size=20, shuffle=None)
+    dm.setup("fit")
+    loader = dm.train_dataloader()
+    (batch,) = loader
+    expected = (torch.from_numpy(images).float() - dm.mean[0]) / dm.std[0]
+    assert torch.equal(dm.on_after_batch_transfer(batch, 0), expected)
+    dm.teardown("fit")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """`gpufeed inspect PIPE` and `gpufeed pack PIPE OUT.h5` waited for a writer for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(LayoutError, match="is a pipe or device"):
+        H5Loader(pipe, 8)
+    with pytest.raises(PackError, match="is a pipe or device"):
+        pack(pipe, tmp_path / "out.h5")

@@ -121,6 +121,8 @@ def open_file(path: StrPath, chunk_cache_bytes: int | None = None) -> Iterator[A
         )
     if os.path.isdir(name):
         raise LayoutError(f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5")
+    if not os.path.isfile(name):
+        raise LayoutError(f"{name} is a pipe or device; expected an HDF5 file on a file system.")
     try:
         h5_file = h5py.File(name, "r", locking="best-effort", rdcc_nbytes=chunk_cache_bytes)
     except OSError as error:

@@ -188,9 +188,10 @@ def _plan(spec: FieldSpec, keep_dtype: bool) -> Conversion:
     if not spec.is_image_like:
         is_label = spec.sample_shape == () and spec.dtype.kind in "iu"
         return Conversion("keep", np.dtype(np.int64) if is_label else spec.dtype)
-    if keep_dtype or spec.dtype == np.uint8:
+    # Booleans take a byte as they are, and mean 0 and 1, not the two darkest of 256 greys.
+    if keep_dtype or spec.dtype in (np.uint8, np.bool_):
         return Conversion("keep", spec.dtype)
-    return Conversion("cast" if spec.dtype.kind in "iub" else "refuse", np.dtype(np.uint8))
+    return Conversion("cast" if spec.dtype.kind in "iu" else "refuse", np.dtype(np.uint8))
 
 
 def convert(values: Array, conversion: Conversion, key: str, indices: npt.NDArray[np.int64]) -> Array:

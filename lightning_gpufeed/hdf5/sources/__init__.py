@@ -34,6 +34,7 @@ def open_source(spec: Any, **options: Any) -> Source:
 
     Raises:
         FileNotFoundError: No such file or folder, and no import path either.
+        PackError: A pipe or device.
 
     Example:
         >>> source = open_source("digits.npy")  # doctest: +SKIP
@@ -51,8 +52,10 @@ def open_source(spec: Any, **options: Any) -> Source:
     path = Path(spec)
     if path.is_dir():
         return _open_folder(path, checked)
-    if path.exists():
+    if path.is_file():
         return _open_file(path, checked)
+    if path.exists():
+        raise PackError(f"{path} is a pipe or device; expected a file or a folder")
     if isinstance(spec, str) and _IMPORT_SPEC.fullmatch(spec):
         from lightning_gpufeed.hdf5.sources.torch_dataset import import_object, open_torch_dataset
 
