@@ -296,8 +296,8 @@ def test_fitting_without_validation_data_warned_of_an_empty_list(train):
 
 
 def test_booleans_mean_zero_and_one_after_packing_too(tmp_path):
-    """`gpufeed pack` stored boolean images as uint8 without a word about their scale, and the DataModule divided by 255:
-    a model saw 1/255 for True. They are stored as booleans now.
+    """`gpufeed pack` stored boolean images as uint8 without a word about their scale, and the DataModule divided by
+    255: a model saw 1/255 for True. They are stored as booleans now.
     """
     images = np.random.default_rng(0).random((20, 1, 4, 4)) > 0.5
     np.save(tmp_path / "b.npy", images)
