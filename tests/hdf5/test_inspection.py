@@ -218,7 +218,9 @@ def test_what_cannot_be_used_is_listed_with_the_reason_and_fails_nothing(path):
     assert problems["empty"] == "it holds no samples (shape (0, 3))"
     # No message begins with the name of the file, which the report says once.
     assert problems["far"].startswith("key 'far' is a link to 'x' in the file 'gone.h5', which cannot be opened")
-    assert problems["nowhere"].startswith("key 'nowhere' is a link to '/not/there', which is not in the file. It has: 'empty' (0, 3)")
+    assert problems["nowhere"].startswith(
+        "key 'nowhere' is a link to '/not/there', which is not in the file. It has: 'empty' (0, 3)"
+    )
     assert problems["records"].startswith("dataset 'records' has ")
     assert [one.key for one in report.datasets] == ["images"]
     assert report.probe is not None
