@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_gpufeed import H5DataModule, H5ImageDataModule, H5Loader, LayoutError, PackError
+from lightning_gpufeed import FeedError, H5DataModule, H5ImageDataModule, H5Loader, LayoutError, PackError
 from lightning_gpufeed.device.images import ImagePreparation
 from lightning_gpufeed.hdf5.writer import pack
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
@@ -309,6 +309,53 @@ def test_booleans_mean_zero_and_one_after_packing_too(tmp_path):
     expected = (torch.from_numpy(images).float() - dm.mean[0]) / dm.std[0]
     assert torch.equal(dm.on_after_batch_transfer(batch, 0), expected)
     dm.teardown("fit")
+
+
+def test_a_named_key_is_not_used_for_a_split_it_does_not_belong_to(tmp_path):
+    """`image_key="train/images"` alone: the labels were found for every split that the file names, so validation got
+    the training images with the validation labels.
+    """
+    path = tmp_path / "all.h5"
+    with h5py.File(path, "w") as h5_file:
+        for number, split in enumerate(("train", "val", "test")):
+            h5_file[f"{split}/images"] = np.full((10, 1, 8, 8), number, np.uint8)
+            h5_file[f"{split}/labels"] = np.full(10, number)
+    for named in ({"image_key": "train/images"}, {"label_key": "train/labels"}):
+        dm = H5ImageDataModule(path, **named)
+        dm.setup()
+        assert list(dm._splits.opened()) == ["train"]
+        assert {name: one[0].key for name, one in dm._splits.get("train")[0].fields.items()} == {
+            "image": "train/images",
+            "label": "train/labels",
+        }
+    dm = H5ImageDataModule(path, image_key="{split}/images")
+    dm.setup()
+    assert [found[0].fields["label"][0].key for found in dm._splits.opened().values()] == [
+        f"{split}/labels" for split in ("train", "val", "test", "test")
+    ]
+
+
+def test_a_datamodule_prints(tmp_path):
+    """Lightning's own `__str__` stumbles over a DataModule whose hooks are set per instance."""
+    dm = H5ImageDataModule(write_images(tmp_path / "a.h5", 10), val=0.2)
+    assert str(dm) == "H5ImageDataModule(batch_size=64; not set up yet)"
+    dm.setup()
+    assert f"train: 8 samples of {tmp_path / 'a.h5'}" in str(dm)
+
+
+def test_an_iteration_of_another_process_is_refused_and_not_waited_for(train):
+    """A forked child that went on with its parent's iteration waited for ever for a thread that is not there."""
+    with H5Loader(train, 4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        child = os.fork()
+        if not child:
+            try:
+                next(iterator)
+            except FeedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):

@@ -15,7 +15,8 @@ from torch import nn
 from lightning_gpufeed.datamodules.resume import is_latest_in_work, shift_batch_progress
 from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
-from lightning_gpufeed.hdf5.loader import H5Loader
+from lightning_gpufeed.hdf5.loader import LARGEST_SEED, H5Loader, whole_number
+from lightning_gpufeed.hdf5.order import parse_shuffle
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import H5Splits, Paths
 
@@ -27,6 +28,7 @@ _STAGE_SPLITS: dict[str, tuple[Split, ...]] = {
     "test": ("test",),
     "predict": ("predict",),
 }
+_ALL_SPLITS: tuple[Split, ...] = ("train", "val", "test", "predict")
 
 
 class H5DataModule(LightningDataModule):
@@ -113,12 +115,11 @@ class H5DataModule(LightningDataModule):
             ValueError: An argument is out of range.
         """
         super().__init__()
-        if batch_size < 1 or (eval_batch_size is not None and eval_batch_size < 1):
-            raise ValueError(f"batch_size is {batch_size}, eval_batch_size {eval_batch_size}; expected at least 1.")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.eval_batch_size = None if eval_batch_size is None else whole_number("eval_batch_size", eval_batch_size, 1)
+        parse_shuffle(shuffle)
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_number("seed", seed, 0, LARGEST_SEED)
         self.drop_last = drop_last
         self.device_transform = device_transform
         self.eval_device_transform = eval_device_transform
@@ -130,7 +131,7 @@ class H5DataModule(LightningDataModule):
             seed=seed,
             stratify_by=stratify_by,
         )
-        self._num_slots = num_slots
+        self._num_slots = whole_number("num_slots", num_slots, 1)
         self._pin_memory = pin_memory
         self._loaders: dict[Split, H5Loader] = {}
         self._resumed: dict[str, Any] | None = None
@@ -138,17 +139,21 @@ class H5DataModule(LightningDataModule):
 
     # What each split is made of --------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str | None = None) -> None:
         """Open what a stage needs; safe to call again.
 
         Args:
-            stage: "fit", "validate", "test" or "predict".
+            stage: "fit", "validate", "test" or "predict"; None opens whatever there is.
 
         Raises:
             FileNotFoundError: A file is missing.
             LayoutError: A file cannot be used.
             ValueError: The splits do not fit together.
         """
+        if stage is None:
+            for split in _ALL_SPLITS:
+                self._splits.get(split)
+            return
         # The Trainer gives an enumeration whose members compare equal to these names.
         name = next((name for name in _STAGE_SPLITS if stage == name), None)
         if name is None:
@@ -164,7 +169,9 @@ class H5DataModule(LightningDataModule):
         if self._splits.get("val") is None:
             self.__dict__["val_dataloader"] = super().val_dataloader
 
-    def _choose_fields(self, path: str, split: Split, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
+    def _choose_fields(
+        self, path: str, split: Split, arrays: Sequence[ArrayInfo], is_own_file: bool
+    ) -> dict[str, str] | None:
         """Field name -> key, from the arrays of one split, when no keys are named."""
         return {array.field_name: array.key for array in arrays}
 
@@ -233,7 +240,8 @@ class H5DataModule(LightningDataModule):
             # One smaller batch is nothing to warn about here.
             num_samples = source.num_samples if indices is None else len(indices)
             batch_size = min(batch_size, max(1, -(-num_samples // world_size)))
-        loader = H5Loader(
+        loader = self._make_loader(
+            split,
             source,
             batch_size,
             # Overfitting means the same batches every time.
@@ -248,7 +256,7 @@ class H5DataModule(LightningDataModule):
             to_batch=self._to_batch(source),
         )
         if split in self._loaders:
-            self._loaders[split].close()
+            self._loaders.pop(split).close()
         self._loaders[split] = loader
         # One line, for the data that the run is about.
         if not self._is_described and (split != "val" or trainer is None or trainer.state.fn != "fit"):
@@ -256,6 +264,13 @@ class H5DataModule(LightningDataModule):
             text = "; ".join(source.engine_lines)
             rank_zero_info(f"{type(self).__name__}: {loader.num_samples} {split} samples; {text}")
         return loader
+
+    def _make_loader(self, split: Split, source: H5Source, batch_size: int, **options: Any) -> H5Loader:
+        """A loader; what is wrong with it names the split."""
+        try:
+            return H5Loader(source, batch_size, **options)
+        except ValueError as error:
+            raise ValueError(f"{split} data ({', '.join(source.paths)}): {error}") from error
 
     def _no_data(self, split: Split) -> str:
         return f"{type(self).__name__} has no {split} data: give {split}=, or arrays whose names say {split!r}."
@@ -279,6 +294,14 @@ class H5DataModule(LightningDataModule):
             Counts and seconds; all zero before the first batch.
         """
         return self._loaders[split].statistics if split in self._loaders else FeedStatistics()
+
+    def __str__(self) -> str:
+        """The splits known so far, with their sizes."""
+        parts = []
+        for split, (source, indices) in self._splits.opened().items():
+            num_samples = source.num_samples if indices is None else len(indices)
+            parts.append(f"{split}: {num_samples} samples of {', '.join(source.paths)}")
+        return f"{type(self).__name__}(batch_size={self.batch_size}; {'; '.join(parts) or 'not set up yet'})"
 
     # On the device ---------------------------------------------------------------------------------------
 
@@ -306,9 +329,12 @@ class H5DataModule(LightningDataModule):
         return batch
 
     def _running_split(self) -> Split:
-        """Which data the Trainer is at; training when there is no Trainer."""
+        """Which data the Trainer is at."""
         trainer = self.trainer
-        if trainer is None or trainer.training:
+        if trainer is None or trainer.state.stage is None:
+            # By hand: what a loader was made for last.
+            return next(reversed(self._loaders), "train")
+        if trainer.training:
             return "train"
         return "test" if trainer.testing else "predict" if trainer.predicting else "val"
 

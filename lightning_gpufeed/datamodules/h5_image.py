@@ -188,28 +188,36 @@ class H5ImageDataModule(H5DataModule):
                 return found[0].fields[field][0]
         return None
 
-    def _choose_fields(self, path: str, split: Split, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
-        """Find what is not named: the images, the labels or both, among the arrays of one split."""
+    def _choose_fields(
+        self, path: str, split: Split, arrays: Sequence[ArrayInfo], is_own_file: bool
+    ) -> dict[str, str] | None:
+        """Find what is not named, the images, the labels or both, among the arrays of one split."""
+        named = [key for key in (self._image_key, self._label_key) if key]
+        if named and not is_own_file and not any("{split}" in key for key in named):
+            # A name that stands for one split says nothing of another.
+            return None
         image_key = self._image_key and self._image_key.replace("{split}", split).strip("/")
         label_key = self._label_key and self._label_key.replace("{split}", split).strip("/")
+        if named:
+            # What is found has to belong to what is named, whichever split that is of.
+            known = {array.key: array for array in list_arrays(path)}
+            anchor = known.get(image_key or label_key or "")
+            if anchor is None:  # opening it says so, with the keys there are
+                return {"image": image_key} if image_key else {"label": label_key or ""}
+            arrays = [array for array in known.values() if array.split == anchor.split]
         if image_key is None:
             image_key = find_image_key(path, [array for array in arrays if array.key != label_key])
-        elif label_key is None:
-            known = {array.key: array for array in list_arrays(path)}
-            if image_key in known:
-                arrays = [*(array for array in arrays if array.key != image_key), known[image_key]]
-                label_key = find_label_key(path, arrays, image_key)
-        if label_key is None and self._image_key is None:
+        if label_key is None:
             label_key = find_label_key(path, arrays, image_key)
         return {"image": image_key} | ({"label": label_key} if label_key else {})
 
     # Setup -----------------------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str | None = None) -> None:
         """Open what a stage needs, check labels, find the normalisation; safe to call again.
 
         Args:
-            stage: "fit", "validate", "test" or "predict".
+            stage: "fit", "validate", "test" or "predict"; None opens whatever there is.
 
         Raises:
             FileNotFoundError: A file is missing.
@@ -262,13 +270,22 @@ class H5ImageDataModule(H5DataModule):
         values: dict[str, tuple[float, ...] | None] = {}
         given: tuple[tuple[str, Any], ...] = (("mean", self._mean), ("std", self._std))
         for name, value in given:
-            if value is None or value == "auto":
+            if isinstance(value, str) and value != "auto":
+                raise ValueError(f"{name} is {value!r}; expected numbers, 'auto' or None.")
+            is_auto = isinstance(value, str)
+            if value is None or is_auto:
                 stored = layout.attributes.get(name)
-                if stored is None and value == "auto":
+                if stored is None and is_auto:
                     computed = computed if computed is not None else self._statistics_on_all_ranks()
                     stored = computed[name]
                 value = stored if stored is None or name == "mean" else np.where(np.asarray(stored) == 0, 1.0, stored)
             values[name] = None if value is None else per_channel(name, value, self.image_shape[0])
+        is_scaled = layout.dtype.kind == "u" and "scale" not in layout.attributes
+        if values["mean"] is not None and is_scaled and max(values["mean"]) > 1:
+            raise ValueError(
+                f"mean is {values['mean']}, but images are scaled to 0..1 before it is subtracted. Divide mean and "
+                f"std by {np.iinfo(layout.dtype).max}."
+            )
         if values["std"] is not None and min(values["std"]) <= 0:
             raise ValueError(f"std is {values['std']}; expected numbers above 0.")
         self._mean_and_std = values
@@ -324,7 +341,10 @@ class H5ImageDataModule(H5DataModule):
         """Images to floating point, labels to what a loss expects."""
         prepare = self._preparations.get(self._running_split())
         if prepare is None:
-            raise RuntimeError("a batch arrived before setup() was called; call setup() or use a Trainer.")
+            raise RuntimeError(
+                f"a {self._running_split()} batch arrived, but no {self._running_split()} data was set up. Call "
+                f"setup(), or use a Trainer."
+            )
         prepare.dtype = self._precision()
         if isinstance(batch, torch.Tensor):
             return prepare(batch)

@@ -14,8 +14,6 @@ import torch
 
 __all__ = ["HostBufferPool", "TensorSpec"]
 
-_ALIGNMENT_BYTES = 64
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -36,13 +34,14 @@ class TensorSpec:
 
 
 class HostBufferPool:
-    """Hands out sets of host tensors and takes their memory back when the last reference to it is gone.
+    """Hands out sets of host tensors and takes the memory of each back when the last reference to it is gone.
 
     First-touch page faults halve the rate of filling fresh memory, so buffers are kept. A buffer is never
     written to again while anybody still holds a tensor, a view or a numpy array on it: a user may keep
-    batches in a list, and then simply gets fresh memory for the next ones.
+    batches in a list, and then simply gets fresh memory for the next ones. Every field has buffers of its own, so
+    that keeping the labels does not keep the images.
 
-    * Pageable memory is recycled here: the array behind a batch is watched by a weak reference.
+    * Pageable memory is recycled here: the array behind a tensor is watched by a weak reference.
     * Pinned memory is recycled by torch's host allocator, which also waits for copies to the device that are
       still under way on any stream.
 
@@ -60,30 +59,24 @@ class HostBufferPool:
         Args:
             specs: Name -> row shape and dtype.
             most_rows: Largest number of rows that will be asked for.
-            num_buffers: How many unused buffers are kept.
+            num_buffers: How many unused buffers are kept for each name.
             is_pinned: Whether to use page-locked memory; needs a GPU.
         """
         self._specs = dict(specs)
         self.most_rows = most_rows
         self._num_buffers = num_buffers
         self._is_pinned = is_pinned
-        self._free: deque[np.ndarray[Any, Any]] = deque()
+        self._free: dict[str, deque[np.ndarray[Any, Any]]] = {name: deque() for name in specs}
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._offsets: dict[str, int] = {}
-        self.buffer_bytes = 0
-        for name, spec in self._specs.items():
-            self._offsets[name] = self.buffer_bytes
-            size = spec.row_bytes * most_rows
-            self.buffer_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def acquire(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """Get one set of tensors with undefined contents, all on one buffer.
+        """Get one set of tensors with undefined contents.
 
         Args:
             num_rows: Rows of every tensor, at most `most_rows`.
 
         Returns:
-            Name -> tensor (num_rows, *row_shape) in host memory.
+            Name -> contiguous tensor (num_rows, *row_shape) in host memory.
 
         Raises:
             ValueError: More rows than planned.
@@ -93,40 +86,36 @@ class HostBufferPool:
                 f"{num_rows} rows asked of a pool whose buffers hold {self.most_rows}; "
                 f"make the pool with a larger most_rows."
             )
-        flat = self._pinned() if self._is_pinned else self._pageable()
         tensors = {}
         for name, spec in self._specs.items():
-            begin = self._offsets[name]
             num_bytes = num_rows * spec.row_bytes
-            # Nothing to share where there is nothing.
-            part = (
-                flat[begin : begin + num_bytes].view(spec.dtype)
-                if num_bytes
-                else torch.empty(0, dtype=spec.dtype, device="cpu")
-            )
-            tensors[name] = part.view(num_rows, *spec.row_shape)
+            if num_bytes:
+                flat = self._memory(name, self.most_rows * spec.row_bytes)[:num_bytes].view(spec.dtype)
+            else:
+                flat = torch.empty(0, dtype=spec.dtype, device="cpu")
+            tensors[name] = flat.view(num_rows, *spec.row_shape)
         return tensors
 
-    def _pinned(self) -> torch.Tensor:
-        return torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def _pageable(self) -> torch.Tensor:
-        """A view of a buffer whose death gives the buffer back."""
+    def _memory(self, name: str, num_bytes: int) -> torch.Tensor:
+        """Bytes for one tensor: a view of a buffer whose death gives the buffer back, or pinned memory."""
+        if self._is_pinned:
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         try:
-            buffer = self._free.popleft()
+            buffer = self._free[name].popleft()
         except IndexError:
-            buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu").numpy()
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
         lease = buffer.view()
-        # torch keeps `lease` alive as long as any tensor shares this memory, so its end is the batch's end.
-        self._watched[id(lease)] = weakref.ref(lease, _GiveBack(self, id(lease), buffer))
+        # torch keeps `lease` alive as long as any tensor shares this memory, so its end is the tensor's end.
+        self._watched[id(lease)] = weakref.ref(lease, _GiveBack(self, name, id(lease), buffer))
         return torch.from_numpy(lease)
 
 
 class _GiveBack:
     """Returns a buffer to its pool when the lease on it dies, if the pool still exists."""
 
-    def __init__(self, pool: HostBufferPool, lease_id: int, buffer: np.ndarray[Any, Any]) -> None:
+    def __init__(self, pool: HostBufferPool, name: str, lease_id: int, buffer: np.ndarray[Any, Any]) -> None:
         self._pool = weakref.ref(pool)
+        self._name = name
         self._lease_id = lease_id
         self._buffer = buffer
 
@@ -136,5 +125,6 @@ class _GiveBack:
             return
         # Single dict and deque operations: atomic, whichever thread drops the last reference.
         pool._watched.pop(self._lease_id, None)
-        if len(pool._free) < pool._num_buffers:
-            pool._free.append(self._buffer)
+        free = pool._free[self._name]
+        if len(free) < pool._num_buffers:
+            free.append(self._buffer)

@@ -114,7 +114,7 @@ def open_file(path: StrPath, chunk_cache_bytes: int | None = None) -> Iterator[A
         OSError: The file may not be read (permissions).
         LayoutError: It is not HDF5, is truncated, or is being written to.
     """
-    name = os.fspath(path)
+    name = os.path.expanduser(os.fspath(path))
     if not os.path.exists(name):
         raise FileNotFoundError(
             errno.ENOENT, f"no such file: expected an HDF5 file; the current directory is {os.getcwd()}", name

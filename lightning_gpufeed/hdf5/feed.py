@@ -14,6 +14,7 @@ At most `num_slots` batches exist beside the one the consumer works on.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar, cast
 
 from lightning_gpufeed.device.threads import SingleThreadStart
+from lightning_gpufeed.errors import FeedError
 
 __all__ = ["Feed", "FeedStatistics"]
 
@@ -154,6 +156,7 @@ class Feed(Generic[T]):
         self.statistics = FeedStatistics()
         self._begin: float | None = None
         self._thread = thread
+        self._process = os.getpid()
         weakref.finalize(self, _signal, self._ring).atexit = False
         _running[thread] = self._ring
         thread.start()
@@ -171,8 +174,14 @@ class Feed(Generic[T]):
 
         Raises:
             StopIteration: All items were handed out, or the feed was closed.
+            FeedError: The feed was begun in another process.
         """
         ring = self._ring
+        if os.getpid() != self._process:
+            raise FeedError(
+                "this iteration was begun in another process, whose reading thread is not here. Iterate over the "
+                "loader again."
+            )
         begin = time.perf_counter()
         if self._begin is None:
             self._begin = begin

@@ -191,9 +191,15 @@ def find_label_key(path: str, arrays: Iterable[ArrayInfo], image_key: str) -> st
     arrays = list(arrays)
     length = next(array.shape[0] for array in arrays if array.key == image_key)
     others = [array for array in arrays if array.key != image_key and array.shape[0] == length]
+    text = [array for array in others if array.kind not in "biuf" and set(array.words) & set(_LABEL_WORDS)]
     others = [array for array in others if array.kind in "biuf"]
     named = [array for array in others if set(array.words) & set(_LABEL_WORDS)]
     plain = [array for array in others if array.kind in "biu" and int(np.prod(array.shape[1:])) == 1]
+    if text and not named:
+        raise LayoutError(
+            f"{path}: {describe(text)} looks like the labels but holds no numbers. Store class numbers, name other "
+            f'labels with label_key=, or say label_key="" for none.'
+        )
     best = _by_word(named, _LABEL_WORDS)
     candidates = [best] if best is not None else named or plain
     if len(candidates) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import warnings
 import weakref
 import zlib
@@ -22,6 +24,8 @@ from lightning_gpufeed.hdf5.position import EpochPosition
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 
 __all__ = ["H5Loader"]
+
+LARGEST_SEED = 2**32 - 1
 
 _STATE_VERSION = 1
 
@@ -88,11 +92,11 @@ class H5Loader:
         """
         self._owns_source = not isinstance(path, H5Source)
         self.source = path if isinstance(path, H5Source) else H5Source(path, keys)
-        self.batch_size = batch_size
+        self.batch_size = whole_number("batch_size", batch_size, 1)
         self.shuffle = parse_shuffle(shuffle)
-        self.seed = seed
+        self.seed = whole_number("seed", seed, 0, LARGEST_SEED)
+        self.world_size = whole_number("world_size", world_size, 1)
         self.rank = rank
-        self.world_size = world_size
         self.drop_last = drop_last
         self._indices = _check_indices(indices, self.source.num_samples)
         self.num_samples = self.source.num_samples if self._indices is None else len(self._indices)
@@ -104,17 +108,15 @@ class H5Loader:
         # A training loop that may be interrupted inside a step can say here whether the latest batch has to come again.
         self.is_latest_in_work: Callable[[], bool] | None = None
         self._pool: HostBufferPool | None = None
+        self._process = os.getpid()
         self._feed: Feed[Batch] | None = None
         self._running: weakref.ref[_Iteration] | None = None
-        if not 0 <= rank < world_size:
+        if not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1} for world_size {world_size}.")
-        if num_slots < 1:
-            raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
+        whole_number("num_slots", num_slots, 1)
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True, but torch finds no GPU to pin memory for; leave it at None.")
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed is {seed}; expected 0 to {2**32 - 1}.")
-        if EpochPlan(self.num_samples, batch_size, world_size, drop_last).step_samples > self.num_samples:
+        if EpochPlan(self.num_samples, self.batch_size, self.world_size, drop_last).step_samples > self.num_samples:
             warnings.warn(
                 f"batch_size {batch_size} on {world_size} rank(s) is more than the dataset has "
                 f"({self.num_samples} samples): every epoch is one smaller batch.",
@@ -254,6 +256,16 @@ class H5Loader:
 
     def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
         """Begin the epoch that the position says, in a new thread; ends the iteration that runs, if any."""
+        if self.world_size == 1 and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            warnings.warn(
+                f"every one of the {torch.distributed.get_world_size()} ranks reads all samples: this loader was made "
+                f"for one. Give rank= and world_size=, or use a DataModule, which knows them.",
+                stacklevel=4,
+            )
+        if self._process != os.getpid():
+            # Forked while a thread was reading: what it held, locks included, is not to be touched here.
+            self.__dict__.update(self.__getstate__(), _process=os.getpid())
+            self.source.forget_open()
         self._stop_running()
         self._running = weakref.ref(iteration)
         self.source.check_unchanged()
@@ -304,6 +316,7 @@ class _Iteration:
 
     def __init__(self, loader: H5Loader) -> None:
         self._loader = loader
+        self._process = os.getpid()
         self._feed: Feed[Batch] | None = None
         self._plan: EpochPlan | None = None
         self._step = 0
@@ -339,6 +352,31 @@ class _Iteration:
         feed.statistics.num_bytes += sum(t.nbytes for t in batch.values() if isinstance(t, torch.Tensor))
         loader.statistics = feed.statistics
         return batch if loader._to_batch is None else loader._to_batch(batch)
+
+
+def whole_number(name: str, value: Any, smallest: int, largest: int | None = None) -> int:
+    """An argument that has to be a whole number, as a plain int.
+
+    Args:
+        name: Of the argument, for the message.
+        value: An int, or what stands for one, such as a numpy integer.
+        smallest: Smallest value allowed.
+        largest: Largest value allowed, None for any.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: It is not a whole number, or out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; expected a whole number.") from None
+    if number < smallest or (largest is not None and number > largest):
+        expected = f"at least {smallest}" if largest is None else f"{smallest} to {largest}"
+        raise ValueError(f"{name} is {number}; expected {expected}.")
+    return number
 
 
 def _check_indices(indices: npt.ArrayLike | None, num_samples: int) -> npt.NDArray[np.int64] | None:

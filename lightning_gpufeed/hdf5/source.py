@@ -69,7 +69,7 @@ class H5Source:
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         if not paths:
             raise ValueError("no file was given; expected a path or a list of paths.")
-        self.paths = tuple(os.path.abspath(one) for one in paths)
+        self.paths = tuple(os.path.abspath(os.path.expanduser(one)) for one in paths)
         self._resident_bytes = resident_bytes
         self._cache_bytes = cache_bytes
         names = _named_keys(self.paths[0], keys)
@@ -99,6 +99,10 @@ class H5Source:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; files are opened at the first read."""
         self.__dict__.update(state, _opening=threading.Lock())
+
+    def forget_open(self) -> None:
+        """Leave what is open as it is, and open it anew at the next read: for a process forked from another."""
+        self.__setstate__(self.__getstate__())
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

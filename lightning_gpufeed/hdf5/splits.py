@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 Found = tuple[H5Source, Indices | None]
 """A source and which of its samples to use, None for all."""
 
-ChooseFields = Callable[[str, Split, Sequence[ArrayInfo]], dict[str, str]]
+ChooseFields = Callable[[str, Split, Sequence[ArrayInfo], bool], dict[str, str] | None]
 
 
 class H5Splits:
@@ -51,7 +51,8 @@ class H5Splits:
         Args:
             origins: Split -> where its data comes from.
             keys: Datasets: names, or field name -> key, `{split}` standing for the split's name; None to search.
-            choose_fields: (path, split, arrays of that split) -> field name -> key; used when `keys` is None.
+            choose_fields: (path, split, arrays of that split, whether the file was given for it) -> field name -> key,
+                or None if there is no such split; used when `keys` is None.
             train_indices: Use only these samples of the training files.
             seed: Decides the fractions.
             stratify_by: Field of class numbers that fractions keep the proportions of.
@@ -59,13 +60,13 @@ class H5Splits:
         Raises:
             ValueError: An origin is none of what is understood.
         """
-        for split, origin in origins.items():
+        self.origins = {split: _kept(origin) for split, origin in origins.items()}
+        for split, origin in self.origins.items():
             _refuse_odd_origin(split, origin)
-        fractions = {split: origin for split, origin in origins.items() if isinstance(origin, float)}
+        fractions = {split: origin for split, origin in self.origins.items() if isinstance(origin, float)}
         if sum(fractions.values()) >= 1:
             text = " and ".join(f"{split}={fraction}" for split, fraction in fractions.items())
             raise ValueError(f"{text} together leave nothing to train on; expected a sum below 1.")
-        self.origins = {split: _kept(origin) for split, origin in origins.items()}
         self._keys = keys
         self._choose_fields = choose_fields
         self._train_indices = train_indices
@@ -185,7 +186,7 @@ class H5Splits:
             raise LayoutError(
                 f"{path}: no arrays found for {split!r}. Name them with keys=; the file has: {describe(arrays)}."
             )
-        return self._choose_fields(path, split, group)
+        return self._choose_fields(path, split, group, is_own_file)
 
 
 def _is_carved(origin: Any) -> bool:
@@ -205,7 +206,9 @@ def _as_paths(origin: Any) -> list[StrPath] | None:
 
 def _kept(origin: Any) -> Origin:
     """An origin that can be looked at twice: an iterator is read into a list."""
-    return origin if origin is None or isinstance(origin, float | str | os.PathLike) else list(origin)
+    if isinstance(origin, np.floating):
+        return float(origin)
+    return list(origin) if isinstance(origin, Iterable) and not isinstance(origin, str | bytes) else origin
 
 
 def _refuse_odd_origin(split: Split, origin: Any) -> None:
@@ -213,7 +216,9 @@ def _refuse_odd_origin(split: Split, origin: Any) -> None:
     expected = "a path, a list of paths, a fraction such as 0.1 or a list of sample numbers"
     if split in ("train", "predict") and isinstance(origin, float):
         raise ValueError(f"{split}={origin!r}: a fraction is for val and test; expected a path or a list.")
-    if isinstance(origin, bool | int) or not isinstance(origin, float | str | os.PathLike | Iterable | None):
+    if isinstance(origin, list) and not origin:
+        raise ValueError(f"{split} is an empty list; expected {expected}. Did a pattern match no file?")
+    if isinstance(origin, bool | int | bytes) or not isinstance(origin, float | str | os.PathLike | Iterable | None):
         raise ValueError(f"{split}={origin!r} is not understood; expected {expected}.")
     if isinstance(origin, float) and not 0 < origin < 1:
         raise ValueError(f"{split}={origin!r}: a fraction has to be above 0 and below 1.")

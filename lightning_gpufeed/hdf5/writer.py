@@ -200,8 +200,8 @@ def pack(
 
 def _refuse_existing(final: Path, overwrite: bool) -> None:
     """Leave a file alone that is there already."""
-    if final.is_dir():
-        raise PackError(f"{final} is a folder; expected the name of a file to write")
+    if final.exists() and not final.is_file():
+        raise PackError(f"{final} is a folder, pipe or device; expected the name of a file to write")
     if final.exists() and not overwrite:
         raise PackError(f"{final} exists; overwrite=True (--overwrite) replaces it")
 

@@ -228,8 +228,8 @@ def test_a_batch_larger_than_the_dataset_is_one_smaller_batch_and_announced(tmp_
 def test_a_batch_larger_than_the_dataset_leaves_nothing_when_the_last_is_dropped(tmp_path):
     path = write_images(tmp_path / "a.h5", 10)
     assert message(ValueError, H5ImageDataModule(path, batch_size=64, drop_last=True)) == (
-        "drop_last leaves no step: the dataset has 10 samples and one step takes 64 (batch_size 64 x 1 ranks). "
-        "Make batch_size smaller, or leave drop_last off."
+        f"train data ({path}): drop_last leaves no step: the dataset has 10 samples and one step takes 64 "
+        "(batch_size 64 x 1 ranks). Make batch_size smaller, or leave drop_last off."
     )
 
 
@@ -256,7 +256,21 @@ def test_fractions_that_leave_nothing(tmp_path):
             "numbers.",
         ),
         ({"predict": 0.5}, "predict=0.5: a fraction is for val and test; expected a path or a list."),
-        ({"batch_size": 0}, "batch_size is 0, eval_batch_size None; expected at least 1."),
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1."),
+        ({"eval_batch_size": 0}, "eval_batch_size is 0; expected at least 1."),
+        ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number."),
+        ({"num_slots": 0}, "num_slots is 0; expected at least 1."),
+        ({"seed": -1}, "seed is -1; expected 0 to 4294967295."),
+        ({"seed": None}, "seed is None; expected a whole number."),
+        (
+            {"shuffle": "fulll"},
+            "shuffle='fulll' is not understood; expected 'full', 'window', 'window:N' (N samples) or None.",
+        ),
+        (
+            {"val": []},
+            "val is an empty list; expected a path, a list of paths, a fraction such as 0.1 or a list of sample "
+            "numbers. Did a pattern match no file?",
+        ),
         ({"image_layout": "HWC"}, "image_layout='HWC'; expected 'auto', 'NCHW', 'NHWC' or 'NHW'."),
         (
             {"extra_keys": ["weight"]},
@@ -281,11 +295,10 @@ def test_an_argument_that_is_not_understood(tmp_path, arguments, text):
         ),
         ({"val": list(range(10))}, "no sample is left for training: the other splits take them all."),
         (
-            {"shuffle": "fulll"},
-            "shuffle='fulll' is not understood; expected 'full', 'window', 'window:N' (N samples) or None.",
+            {"mean": 127.5, "std": 127.5},
+            "mean is (127.5,), but images are scaled to 0..1 before it is subtracted. Divide mean and std by 255.",
         ),
-        ({"num_slots": 0}, "num_slots is 0; expected at least 1."),
-        ({"seed": -1}, "seed is -1; expected 0 to 4294967295."),
+        ({"mean": "Auto"}, "mean is 'Auto'; expected numbers, 'auto' or None."),
     ],
 )
 def test_an_argument_that_does_not_fit_the_data(tmp_path, arguments, text):

@@ -271,8 +271,11 @@ def test_lightnings_own_sampler_setting_makes_no_difference(two):
     assert two.ok("coverage") == two.ok("coverage without")
 
 
-def test_too_few_samples_for_the_ranks_are_refused_on_every_rank(two):
-    text = "1 samples cannot be shared by 2 ranks without repeating one. Use fewer ranks, or more samples."
+def test_too_few_samples_for_the_ranks_are_refused_on_every_rank(two, damaged):
+    text = (
+        f"val data ({damaged['one']}): 1 samples cannot be shared by 2 ranks without repeating one. Use fewer "
+        f"ranks, or more samples."
+    )
     assert two["too few"] == [{"error": "ValueError", "text": text}] * 2
 
 

@@ -424,7 +424,7 @@ def test_a_batch_before_setup_is_refused(tmp_path):
     datamodule = H5ImageDataModule(write_images(tmp_path / "a.h5", 10))
     with pytest.raises(RuntimeError) as caught:
         datamodule.on_after_batch_transfer((torch.zeros(1, 9, 8), torch.zeros(1)), 0)
-    assert str(caught.value) == "a batch arrived before setup() was called; call setup() or use a Trainer."
+    assert str(caught.value) == ("a train batch arrived, but no train data was set up. Call setup(), or use a Trainer.")
 
 
 # Memory ------------------------------------------------------------------------------------------------------

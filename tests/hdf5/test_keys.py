@@ -85,9 +85,15 @@ def test_a_name_that_says_more_wins_over_one_that_says_less():
     assert roles(found) == ("images", "labels")
 
 
-def test_strings_are_no_labels():
+def test_strings_named_as_labels_are_not_passed_over_in_silence():
     found = [*arrays(images=(9, 8, 8)), ArrayInfo("labels", (9,), "O")]
-    assert find_label_key(PATH, found, "images") is None
+    with pytest.raises(LayoutError) as caught:
+        find_label_key(PATH, found, "images")
+    assert str(caught.value) == (
+        f"{PATH}: 'labels' (9,) looks like the labels but holds no numbers. Store class numbers, name other labels "
+        f'with label_key=, or say label_key="" for none.'
+    )
+    assert find_label_key(PATH, [*arrays(images=(9, 8, 8)), ArrayInfo("names", (9,), "O")], "images") is None
 
 
 @pytest.mark.parametrize(

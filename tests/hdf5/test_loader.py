@@ -617,11 +617,9 @@ def test_buffers_are_used_again(make, num_slots):
     assert len(places) <= num_slots + 2
 
 
-def test_all_fields_of_a_batch_lie_in_one_buffer_at_aligned_places(make):
+def test_all_fields_of_a_batch_lie_at_aligned_places(make):
     for batch in make():
-        starts = [tensor.data_ptr() for tensor in batch.values()]
-        assert [start % 64 for start in starts] == [0, 0]
-        assert abs(starts[0] - starts[1]) < 5 * 200
+        assert [tensor.data_ptr() % 64 for tensor in batch.values()] == [0, 0]
 
 
 # Arguments and warnings ----------------------------------------------------------------------------------

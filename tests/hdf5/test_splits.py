@@ -19,7 +19,7 @@ from tests.contracts import check_division, exactly, joined
 SPLITS = ("train", "val", "test", "predict")
 
 
-def by_name(path: str, split: Split, arrays: Sequence[ArrayInfo]) -> dict[str, str]:
+def by_name(path: str, split: Split, arrays: Sequence[ArrayInfo], is_own_file: bool) -> dict[str, str]:
     return {array.field_name: array.key for array in arrays}
 
 

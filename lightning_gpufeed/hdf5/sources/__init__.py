@@ -49,7 +49,7 @@ def open_source(spec: Any, **options: Any) -> Source:
         from lightning_gpufeed.hdf5.sources.torch_dataset import open_torch_dataset
 
         return open_torch_dataset(spec, f"the given {type(spec).__qualname__}", checked)
-    path = Path(spec)
+    path = Path(spec).expanduser()
     if path.is_dir():
         return _open_folder(path, checked)
     if path.is_file():

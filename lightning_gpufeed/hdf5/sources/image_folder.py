@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,16 @@ _SPLIT_NAMES = frozenset(("train", "val", "valid", "validation", "test"))
 _MIN_IMAGES_FOR_PROCESSES = 1000
 # Images per task: enough to make the hand-over cheap, few enough to share the last ones evenly.
 _MAX_TASK_IMAGES = 16
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let processes that start meanwhile never see Ctrl-C: this process answers it, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)
@@ -257,7 +269,8 @@ class ImageFolderSource:
             try:
                 tasks = [paths[start : start + step] for start in range(0, len(paths), step)]
                 decode_files, geometry, size = self._decode.decode_files, self._geometry, self._size
-                futures = [self._pool.submit(decode_files, task, geometry, size) for task in tasks]
+                with _interrupts_held_back():
+                    futures = [self._pool.submit(decode_files, task, geometry, size) for task in tasks]
                 results = [future.result() for future in futures]
             except BrokenProcessPool as error:
                 first, last = self._name(indices[0]), self._name(indices[-1])
