@@ -71,6 +71,11 @@ class ItemDataset(Dataset):
             self.images, self.labels = self.file["images"], self.file["labels"]
         return torch.from_numpy(self.images[index]), int(self.labels[index])
 
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
 
 class MemmapDataset(Dataset):
     """The best that plain PyTorch can do after leaving HDF5: a .npy file mapped into memory, a batch per read."""
@@ -87,8 +92,15 @@ class MemmapDataset(Dataset):
 
 
 def batches_of_items(path: Path, cache_bytes: int | None, workers: int) -> Callable[[], Iterator]:
-    loader = DataLoader(ItemDataset(path, cache_bytes), BATCH_SIZE, shuffle=True, num_workers=workers)
-    return lambda: iter(loader)
+    dataset = ItemDataset(path, cache_bytes)
+    loader = DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=workers)
+
+    def epoch() -> Iterator:
+        yield from loader
+        # While one arm has the file open, HDF5 gives the next one its chunk cache.
+        dataset.close()
+
+    return epoch
 
 
 def batches_of_memmap(path: Path, labels: np.ndarray) -> Callable[[], Iterator]:
