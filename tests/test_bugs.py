@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import threading
 import warnings
@@ -18,7 +19,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpufeed import FeedError, H5DataModule, H5ImageDataModule, H5Loader, LayoutError, PackError
@@ -366,3 +367,63 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
         H5Loader(pipe, 8)
     with pytest.raises(PackError, match="is a pipe or device"):
         pack(pipe, tmp_path / "out.h5")
+
+
+def test_a_trainer_inside_a_fit_does_not_change_which_transform_is_used(train, tmp_path):
+    """The DataModule asked "its" Trainer what is running. A callback that validates with a Trainer of its own became
+    that Trainer, and the rest of the training went without `device_transform`.
+    """
+    val = write_images(tmp_path / "val.h5", 4)
+    seen: list[int] = []
+
+    def mark(images: torch.Tensor) -> torch.Tensor:
+        seen.append(len(images))
+        return images
+
+    dm = H5ImageDataModule(train, val=val, batch_size=4, device_transform=mark)
+
+    class Inner(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            make_trainer().validate(Recorder(), datamodule=dm, verbose=False)
+
+    make_trainer(max_epochs=3, callbacks=[Inner()]).fit(Recorder(), datamodule=dm)
+    assert seen == [4] * 12
+
+
+def test_columns_about_a_split_are_not_taken_for_its_data(tmp_path):
+    """A column `is_train` made a split of its own, of which the images were missing."""
+    path = write_images(tmp_path / "a.h5", 10)
+    with h5py.File(path, "r+") as h5_file:
+        h5_file["is_train"] = np.arange(10) < 8
+    with H5Loader(path, 10, keys=["images", "labels"]):
+        pass
+    dm = H5DataModule(path, batch_size=10)
+    dm.setup("fit")
+    assert sorted(dm._splits.get("train")[0].fields) == ["images", "is_train", "labels"]
+
+
+def test_two_datasets_that_would_be_the_same_field_are_refused(tmp_path):
+    """Of `val/x` beside `valid/x` one was dropped without a word."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as h5_file:
+        for key in ("train/x", "val/x", "valid/x"):
+            h5_file[key] = np.arange(20)
+    with pytest.raises(LayoutError, match="'val/x' and 'valid/x' both could be the field 'x' of 'val'"):
+        H5DataModule(path).setup("fit")
+
+
+def test_a_hundred_thousand_class_names_are_kept(tmp_path):
+    """Attributes of more than 4096 elements were left out, and the class names with them."""
+    path = write_images(tmp_path / "a.h5", 10)
+    with h5py.File(path, "r+", libver="latest") as h5_file:
+        h5_file["labels"].attrs["class_names"] = [f"class {number}" for number in range(100_000)]
+    dm = H5ImageDataModule(path)
+    dm.setup("fit")
+    assert dm.num_classes == 100_000
+
+
+def test_numpy_integers_do_not_get_into_checkpoints(train):
+    """`batch_size=np.int64(4)` wrote checkpoints that torch refused to load, found only at the resume."""
+    with H5Loader(train, np.int64(4), seed=np.int64(3)) as loader:
+        next(iter(loader))
+        assert json.loads(json.dumps(loader.state_dict()))["seed"] == 3

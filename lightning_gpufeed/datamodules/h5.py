@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_gpufeed.datamodules.resume import is_latest_in_work, shift_batch_progress
+from lightning_gpufeed.device.transfer import device_of
+from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, whole_number
 from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
-from lightning_gpufeed.hdf5.loader import LARGEST_SEED, H5Loader, whole_number
+from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.order import parse_shuffle
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.splits import H5Splits, Paths
 
-__all__ = ["H5DataModule"]
+__all__ = ["ALL_SPLITS", "H5DataModule"]
 
 _STAGE_SPLITS: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
@@ -28,7 +30,7 @@ _STAGE_SPLITS: dict[str, tuple[Split, ...]] = {
     "test": ("test",),
     "predict": ("predict",),
 }
-_ALL_SPLITS: tuple[Split, ...] = ("train", "val", "test", "predict")
+ALL_SPLITS: tuple[Split, ...] = ("train", "val", "test", "predict")
 
 
 class H5DataModule(LightningDataModule):
@@ -136,6 +138,7 @@ class H5DataModule(LightningDataModule):
         self._loaders: dict[Split, H5Loader] = {}
         self._resumed: dict[str, Any] | None = None
         self._is_described = False
+        self._latest_split: Split = "train"
 
     # What each split is made of --------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class H5DataModule(LightningDataModule):
             ValueError: The splits do not fit together.
         """
         if stage is None:
-            for split in _ALL_SPLITS:
+            for split in ALL_SPLITS:
                 self._splits.get(split)
             return
         # The Trainer gives an enumeration whose members compare equal to these names.
@@ -173,7 +176,15 @@ class H5DataModule(LightningDataModule):
         self, path: str, split: Split, arrays: Sequence[ArrayInfo], is_own_file: bool
     ) -> dict[str, str] | None:
         """Field name -> key, from the arrays of one split, when no keys are named."""
-        return {array.field_name: array.key for array in arrays}
+        fields: dict[str, str] = {}
+        for array in arrays:
+            if array.field_name in fields:
+                raise LayoutError(
+                    f"{path}: {fields[array.field_name]!r} and {array.key!r} both could be the field "
+                    f"{array.field_name!r} of {split!r}. Name the datasets with keys=."
+                )
+            fields[array.field_name] = array.key
+        return fields
 
     # Loaders ---------------------------------------------------------------------------------------------
 
@@ -255,8 +266,9 @@ class H5DataModule(LightningDataModule):
             pin_memory=self._pin_memory,
             to_batch=self._to_batch(source),
         )
+        loader.on_batch = partial(setattr, self, "_latest_split", split)
         if split in self._loaders:
-            self._loaders.pop(split).close()
+            self._loaders[split].close()
         self._loaders[split] = loader
         # One line, for the data that the run is about.
         if not self._is_described and (split != "val" or trainer is None or trainer.state.fn != "fit"):
@@ -320,7 +332,7 @@ class H5DataModule(LightningDataModule):
         transform = self.device_transform if self._running_split() == "train" else self.eval_device_transform
         if transform is not None:
             if isinstance(transform, nn.Module):
-                transform.to(_device_of(batch))
+                transform.to(device_of(batch))
             batch = self._transform(transform, batch)
         module = trainer.lightning_module if trainer is not None else None
         if module is not None and is_overridden("on_after_batch_transfer", module):
@@ -329,14 +341,8 @@ class H5DataModule(LightningDataModule):
         return batch
 
     def _running_split(self) -> Split:
-        """Which data the Trainer is at."""
-        trainer = self.trainer
-        if trainer is None or trainer.state.stage is None:
-            # By hand: what a loader was made for last.
-            return next(reversed(self._loaders), "train")
-        if trainer.training:
-            return "train"
-        return "test" if trainer.testing else "predict" if trainer.predicting else "val"
+        """Which data the latest batch is of: several Trainers, or none, may use the same DataModule."""
+        return self._latest_split
 
     def _prepare(self, batch: Any) -> Any:
         """What every batch goes through on the device."""
@@ -389,9 +395,3 @@ class H5DataModule(LightningDataModule):
             loader.close()
         for source, _ in self._splits.opened().values():
             source.close()
-
-
-def _device_of(batch: Any) -> torch.device:
-    """Device of the first tensor in a batch: a tensor, or a dict, tuple or list of what may be tensors."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
-    return next((part.device for part in parts if isinstance(part, torch.Tensor)), torch.device("cpu"))

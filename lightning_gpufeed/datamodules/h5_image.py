@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_gpufeed.datamodules.h5 import H5DataModule
+from lightning_gpufeed.datamodules.h5 import ALL_SPLITS, H5DataModule
 from lightning_gpufeed.device.images import ImagePreparation
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.image_field import common_layout, image_layout, per_channel
+from lightning_gpufeed.hdf5.image_field import affine_of, class_names_of, common_layout, image_layout, per_channel
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, find_image_key, find_label_key, list_arrays
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.quantize import Affine
@@ -114,7 +114,7 @@ class H5ImageDataModule(H5DataModule):
             val=val,
             test=test,
             predict=predict,
-            keys=_role_keys(image_key, label_key, extra_keys),
+            keys=None,
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,
             shuffle=shuffle,
@@ -129,9 +129,10 @@ class H5ImageDataModule(H5DataModule):
         )
         if image_layout not in ("auto", "NCHW", "NHWC", "NHW"):
             raise ValueError(f"image_layout={image_layout!r}; expected 'auto', 'NCHW', 'NHWC' or 'NHW'.")
-        if extra_keys and image_key is None:
-            raise ValueError("extra_keys are given without image_key; name the images too, and the labels if any.")
+        if isinstance(extra_keys, str):
+            raise ValueError(f"extra_keys is {extra_keys!r}; expected a list of names.")
         self._image_layout = image_layout
+        self._extra_keys = tuple(extra_keys)
         self._image_key = image_key
         self._label_key = label_key
         self._mean = mean
@@ -151,12 +152,10 @@ class H5ImageDataModule(H5DataModule):
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes by number, from the file; None if it has none."""
-        layout = self._layout_of("label")
-        names = None if layout is None else layout.attributes.get("class_names")
-        if names is None:
-            return None
-        return [name.decode() if isinstance(name, bytes) else str(name) for name in np.atleast_1d(names)]
+        """Names of the classes by number, from the files; None if they have none."""
+        for split in ALL_SPLITS:
+            self._splits.get(split)
+        return class_names_of(source for source, _ in self._splits.opened().values())
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -192,24 +191,27 @@ class H5ImageDataModule(H5DataModule):
         self, path: str, split: Split, arrays: Sequence[ArrayInfo], is_own_file: bool
     ) -> dict[str, str] | None:
         """Find what is not named, the images, the labels or both, among the arrays of one split."""
-        named = [key for key in (self._image_key, self._label_key) if key]
+        named = [key for key in (self._image_key, self._label_key, *self._extra_keys) if key]
         if named and not is_own_file and not any("{split}" in key for key in named):
             # A name that stands for one split says nothing of another.
             return None
         image_key = self._image_key and self._image_key.replace("{split}", split).strip("/")
         label_key = self._label_key and self._label_key.replace("{split}", split).strip("/")
-        if named:
+        extra = {key: key.replace("{split}", split).strip("/") for key in self._extra_keys}
+        name = image_key or label_key
+        if name and None in (image_key, label_key):
             # What is found has to belong to what is named, whichever split that is of.
             known = {array.key: array for array in list_arrays(path)}
-            anchor = known.get(image_key or label_key or "")
-            if anchor is None:  # opening it says so, with the keys there are
-                return {"image": image_key} if image_key else {"label": label_key or ""}
-            arrays = [array for array in known.values() if array.split == anchor.split]
+            if name not in known:  # opening it says so, with the keys there are
+                return {"image" if image_key else "label": name}
+            arrays = [array for array in known.values() if array.split == known[name].split]
+        arrays = [array for array in arrays if array.key not in extra.values()]
         if image_key is None:
             image_key = find_image_key(path, [array for array in arrays if array.key != label_key])
         if label_key is None:
             label_key = find_label_key(path, arrays, image_key)
-        return {"image": image_key} | ({"label": label_key} if label_key else {})
+        fields = {"image": image_key} | ({"label": label_key} if label_key else {})
+        return fields | {name.replace("{split}", "").strip("_-./ ") or name: key for name, key in extra.items()}
 
     # Setup -----------------------------------------------------------------------------------------------
 
@@ -227,6 +229,7 @@ class H5ImageDataModule(H5DataModule):
         super().setup(stage)
         for source, indices in self._splits.opened().values():
             self._check_labels(source, indices)
+        class_names_of(source for source, _ in self._splits.opened().values())
         for split, (source, _) in self._splits.opened().items():
             if split not in self._preparations:
                 self._preparations[split] = self._make_preparation(split, source)
@@ -249,10 +252,11 @@ class H5ImageDataModule(H5DataModule):
     def _make_preparation(self, split: Split, source: H5Source) -> ImagePreparation:
         """How the images of one split are prepared: its own axes and scale, the normalisation of the training."""
         layout = common_layout(source)
+        affine = affine_of(layout)
         return ImagePreparation(
             layout=image_layout(layout, self._image_layout),
-            scale=float(layout.attributes["scale"]) if "scale" in layout.attributes else None,
-            offset=float(layout.attributes.get("offset", 0.0)),
+            scale=None if affine is None else affine.scale,
+            offset=0.0 if affine is None else affine.offset,
             dtype=self._precision(),
             channels_last=self._channels_last,
             mean=self._normalisation()["mean"],
@@ -279,8 +283,9 @@ class H5ImageDataModule(H5DataModule):
                     computed = computed if computed is not None else self._statistics_on_all_ranks()
                     stored = computed[name]
                 value = stored if stored is None or name == "mean" else np.where(np.asarray(stored) == 0, 1.0, stored)
-            values[name] = None if value is None else per_channel(name, value, self.image_shape[0])
-        is_scaled = layout.dtype.kind == "u" and "scale" not in layout.attributes
+            where = name if self.__dict__[f"_{name}"] is value else f"attribute {name} of {layout.path} {layout.key!r}"
+            values[name] = None if value is None else per_channel(where, value, self.image_shape[0])
+        is_scaled = layout.dtype.kind == "u" and affine_of(layout) is None
         if values["mean"] is not None and is_scaled and max(values["mean"]) > 1:
             raise ValueError(
                 f"mean is {values['mean']}, but images are scaled to 0..1 before it is subtracted. Divide mean and "
@@ -323,10 +328,8 @@ class H5ImageDataModule(H5DataModule):
             raise ValueError("mean or std is 'auto', which is computed over the training data, but train= is missing.")
         source, indices = found
         layout = common_layout(source)
-        affine = None
-        if "scale" in layout.attributes:
-            affine = Affine(float(layout.attributes["scale"]), float(layout.attributes.get("offset", 0.0)))
-        elif layout.dtype == np.uint16:
+        affine = affine_of(layout)
+        if affine is None and layout.dtype == np.uint16:
             affine = Affine(1 / 65535, 0.0)
         mean, std = channel_statistics(source, "image", image_layout(layout, self._image_layout), indices, affine)
         return {"mean": mean.tolist(), "std": std.tolist()}
@@ -381,14 +384,3 @@ class _Parts:
 
     def __call__(self, batch: Batch) -> Any:
         return batch["image"] if len(self.names) == 1 else (batch["image"], batch["label"])
-
-
-def _role_keys(image_key: str | None, label_key: str | None, extra_keys: Sequence[str]) -> dict[str, str] | None:
-    """Field name -> key if the user named them all; None if something has to be found."""
-    if image_key is None or (label_key is None and not extra_keys):
-        return None
-    return {
-        "image": image_key,
-        **({"label": label_key} if label_key else {}),
-        **{key: key for key in extra_keys},
-    }

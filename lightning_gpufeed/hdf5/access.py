@@ -273,7 +273,7 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def pick_attributes(item: Any, most_elements: int = 4096) -> dict[str, Any]:
+def pick_attributes(item: Any, most_elements: int = 1 << 20) -> dict[str, Any]:
     """Small attributes of a dataset or file as numpy arrays, strings and numbers.
 
     Args:

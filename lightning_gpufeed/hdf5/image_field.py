@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,55 @@ import numpy as np
 from lightning_gpufeed.device.images import ImageLayout
 from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
+from lightning_gpufeed.hdf5.quantize import Affine
 from lightning_gpufeed.hdf5.source import H5Source
 
-__all__ = ["common_layout", "image_layout", "per_channel"]
+__all__ = ["affine_of", "class_names_of", "common_layout", "image_layout", "per_channel"]
+
+
+def affine_of(layout: H5DatasetLayout) -> Affine | None:
+    """Steps of a quantised image dataset.
+
+    Args:
+        layout: Of the images.
+
+    Returns:
+        Scale and offset if `pack` wrote them; attributes of these names in other files may mean anything.
+    """
+    if not layout.is_packed or "scale" not in layout.attributes:
+        return None
+    return Affine(float(layout.attributes["scale"]), float(layout.attributes.get("offset", 0.0)))
+
+
+def class_names_of(sources: Iterable[H5Source]) -> list[str] | None:
+    """Names of the classes by number.
+
+    Args:
+        sources: Sources that may have a field `label`.
+
+    Returns:
+        The attribute `class_names` of the labels; None if no file has it.
+
+    Raises:
+        LayoutError: Two files give the same numbers to other classes.
+    """
+    first: tuple[list[str], str] | None = None
+    for layout in (layout for source in sources for layout in source.fields.get("label", ())):
+        stored = layout.attributes.get("class_names")
+        if stored is None:
+            continue
+        names = [name.decode() if isinstance(name, bytes) else str(name) for name in np.atleast_1d(stored)]
+        if first is None:
+            first = names, layout.path
+        elif names != first[0]:
+            number = next((n for n, (a, b) in enumerate(zip(names, first[0], strict=False)) if a != b), None)
+            what = f"class {number} is {names[number]!r}" if number is not None else f"there are {len(names)} classes"
+            there = f"{first[0][number]!r}" if number is not None else f"{len(first[0])}"
+            raise LayoutError(
+                f"{layout.path}: {what}, but {there} in {first[1]}: the same label means something else. Pack both "
+                f"from the same set of class folders."
+            )
+    return None if first is None else first[0]
 
 
 def common_layout(source: H5Source) -> H5DatasetLayout:
@@ -29,8 +76,9 @@ def common_layout(source: H5Source) -> H5DatasetLayout:
     first, *others = source.fields["image"]
     for other in others:
         for name in ("layout", "scale", "offset"):
+            is_meant = name == "layout" or (first.is_packed and other.is_packed)
             here, there = (np.asarray(one.attributes.get(name)).tolist() for one in (first, other))
-            if here != there:
+            if is_meant and here != there:
                 raise LayoutError(
                     f"{other.path}: images {other.key!r} have the attribute {name} = {there!r}, but {first.path} has "
                     f"{here!r}. Files used as one dataset must agree; pack them alike."
@@ -82,7 +130,12 @@ def per_channel(name: str, value: Any, channels: int) -> tuple[float, ...]:
     Raises:
         ValueError: It is neither.
     """
-    numbers = np.asarray(value, dtype=np.float64).reshape(-1)
+    try:
+        numbers = np.asarray(value, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
     if len(numbers) not in (1, channels) or not np.isfinite(numbers).all():
-        raise ValueError(f"{name} is {value!r}; expected one finite number, or one for each of {channels} channels.")
+        raise ValueError(
+            f"{name} is {repr(value)[:100]}; expected one finite number, or one for each of {channels} channels."
+        )
     return tuple(float(number) for number in np.broadcast_to(numbers, (channels,)))

@@ -44,8 +44,9 @@ class OutputPaths:
     @classmethod
     def of(cls, out: str | os.PathLike[str]) -> OutputPaths:
         """Paths for an output, by suffixes added to its name."""
-        # Links are followed: what is behind one is what is meant.
-        final = Path(os.path.realpath(os.path.expanduser(out)))
+        final = Path(out).expanduser()
+        # A link is followed: what is behind it is what is meant.
+        final = Path(os.path.realpath(final)) if final.is_symlink() else final
         partial = final.with_name(f"{final.name}.partial")
         beside = [partial.with_name(f"{partial.name}.{suffix}") for suffix in ("json", "lock")]
         return cls(final, partial, *beside)

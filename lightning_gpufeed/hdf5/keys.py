@@ -38,6 +38,7 @@ _SPLIT_WORDS: dict[str, Split] = {
     "testing": "test",
     "predict": "predict",
 }
+_MARKER_WORDS = {"is", "in", "split", "mask", "flag", "flags", "idx", "ids", "index", "indices", "fold"}
 _IMAGE_WORDS = ("images", "image", "imgs", "img", "x", "data", "inputs", "input", "features", "pixels")
 _LABEL_WORDS = (
     "labels",
@@ -74,7 +75,10 @@ class ArrayInfo:
 
     @property
     def split(self) -> Split | None:
-        """The split that a word of the key names."""
+        """The split that a word of the key names. `is_train` and the like are columns about it, not data of it."""
+        rest = {word for word in self.words if word not in _SPLIT_WORDS}
+        if rest and rest <= _MARKER_WORDS:
+            return None
         return next((_SPLIT_WORDS[word] for word in self.words if word in _SPLIT_WORDS), None)
 
     @property

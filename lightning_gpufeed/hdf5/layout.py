@@ -78,7 +78,8 @@ class H5DatasetLayout:
         directory: The directory that must be the current one while reading, None if it does not matter.
         engine: The engine picked.
         engine_reason: Why, as a sentence fragment.
-        attributes: Small HDF5 attributes of the dataset (arrays and scalars up to 4096 elements).
+        is_packed: Whether `pack` wrote the file, so that the attributes `scale` and `offset` mean quantisation.
+        attributes: Small HDF5 attributes of the dataset (arrays and scalars up to a million elements).
     """
 
     path: str
@@ -96,6 +97,7 @@ class H5DatasetLayout:
     directory: str | None
     engine: Engine
     engine_reason: str
+    is_packed: bool
     attributes: dict[str, Any]
 
     @property
@@ -221,6 +223,7 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
         directory=needs.directory,
         engine=engine,
         engine_reason=reason,
+        is_packed="gpufeed_format" in h5_dataset.file.attrs,
         attributes=pick_attributes(h5_dataset),
     )
 

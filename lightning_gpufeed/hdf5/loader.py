@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import warnings
 import weakref
@@ -18,14 +17,13 @@ import torch
 from lightning_gpufeed.device.memory import HostBufferPool
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import StrPath
+from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, chosen_samples, whole_number
 from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
 from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, parse_shuffle
 from lightning_gpufeed.hdf5.position import EpochPosition
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 
 __all__ = ["H5Loader"]
-
-LARGEST_SEED = 2**32 - 1
 
 _STATE_VERSION = 1
 
@@ -98,7 +96,7 @@ class H5Loader:
         self.world_size = whole_number("world_size", world_size, 1)
         self.rank = rank
         self.drop_last = drop_last
-        self._indices = _check_indices(indices, self.source.num_samples)
+        self._indices = chosen_samples(indices, self.source.num_samples)
         self.num_samples = self.source.num_samples if self._indices is None else len(self._indices)
         self._num_slots = num_slots
         self._pin_memory = pin_memory
@@ -107,6 +105,8 @@ class H5Loader:
         self.statistics = FeedStatistics()
         # A training loop that may be interrupted inside a step can say here whether the latest batch has to come again.
         self.is_latest_in_work: Callable[[], bool] | None = None
+        # Called before a batch is handed out.
+        self.on_batch: Callable[[], None] | None = None
         self._pool: HostBufferPool | None = None
         self._process = os.getpid()
         self._feed: Feed[Batch] | None = None
@@ -252,7 +252,14 @@ class H5Loader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but buffers and the running iteration."""
-        return {**self.__dict__, "_pool": None, "_feed": None, "_running": None, "is_latest_in_work": None}
+        return {
+            **self.__dict__,
+            "_pool": None,
+            "_feed": None,
+            "_running": None,
+            "is_latest_in_work": None,
+            "on_batch": None,
+        }
 
     def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
         """Begin the epoch that the position says, in a new thread; ends the iteration that runs, if any."""
@@ -351,46 +358,6 @@ class _Iteration:
         feed.statistics.num_samples += rank_stop - rank_first
         feed.statistics.num_bytes += sum(t.nbytes for t in batch.values() if isinstance(t, torch.Tensor))
         loader.statistics = feed.statistics
+        if loader.on_batch is not None:
+            loader.on_batch()
         return batch if loader._to_batch is None else loader._to_batch(batch)
-
-
-def whole_number(name: str, value: Any, smallest: int, largest: int | None = None) -> int:
-    """An argument that has to be a whole number, as a plain int.
-
-    Args:
-        name: Of the argument, for the message.
-        value: An int, or what stands for one, such as a numpy integer.
-        smallest: Smallest value allowed.
-        largest: Largest value allowed, None for any.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: It is not a whole number, or out of range.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}; expected a whole number.") from None
-    if number < smallest or (largest is not None and number > largest):
-        expected = f"at least {smallest}" if largest is None else f"{smallest} to {largest}"
-        raise ValueError(f"{name} is {number}; expected {expected}.")
-    return number
-
-
-def _check_indices(indices: npt.ArrayLike | None, num_samples: int) -> npt.NDArray[np.int64] | None:
-    """Indices as int64, refused if one is out of range."""
-    if indices is None:
-        return None
-    array = np.asarray(indices)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"indices has shape {array.shape} and type {array.dtype}; expected a 1-D array of integers.")
-    if not array.size:
-        raise ValueError("indices is empty; expected at least one sample.")
-    if array.min() < 0 or array.max() >= num_samples:
-        raise ValueError(
-            f"indices run from {array.min()} to {array.max()}; expected 0 to {num_samples - 1}, the samples in the "
-            f"file(s)."
-        )
-    return array.astype(np.int64)

@@ -115,10 +115,11 @@ class H5Source:
         lines = []
         for name, layouts in self.fields.items():
             slow = next((layout for layout in layouts if layout.engine is Engine.H5PY), layouts[0])
+            label = name if name == slow.key else f"{name} ({slow.key!r})"
             if is_resident(layouts, self._resident_bytes):
-                lines.append(f"{name}: read once and kept in memory")
+                lines.append(f"{label}: read once and kept in memory")
             else:
-                lines.append(f"{name}: {slow.engine} ({slow.engine_reason})")
+                lines.append(f"{label}: {slow.engine} ({slow.engine_reason})")
         return lines
 
     @property

@@ -152,7 +152,10 @@ class H5Splits:
         """Class number of every sample."""
         name = self._stratify_by
         if name not in source.specs:
-            raise ValueError(f"stratify_by={name!r} is no field; the fields are {', '.join(source.specs)}.")
+            raise ValueError(
+                f"stratifying needs class numbers in the field {name!r}, but the fields of numbers are "
+                f"{', '.join(source.specs)}. Name the labels, or leave it off."
+            )
         values = source.read_field(name, np.arange(source.num_samples)).numpy()
         if values.dtype.kind not in "biu" or values[0].size != 1:
             raise ValueError(

@@ -47,6 +47,8 @@ def write_images(
             keys[0], data=images, chunks=(rows, *images.shape[1:]), compression="gzip" if storage == "gzip" else None
         )
         h5_dataset.attrs.update(attributes or {})
+        if "scale" in (attributes or {}):
+            h5_file.attrs["gpufeed_format"] = 1  # elsewhere the attribute may mean anything
         h5_file[keys[1]] = np.arange(num_samples) if labels is None else labels
     return path
 

@@ -272,10 +272,7 @@ def test_fractions_that_leave_nothing(tmp_path):
             "numbers. Did a pattern match no file?",
         ),
         ({"image_layout": "HWC"}, "image_layout='HWC'; expected 'auto', 'NCHW', 'NHWC' or 'NHW'."),
-        (
-            {"extra_keys": ["weight"]},
-            "extra_keys are given without image_key; name the images too, and the labels if any.",
-        ),
+        ({"extra_keys": "weight"}, "extra_keys is 'weight'; expected a list of names."),
     ],
 )
 def test_an_argument_that_is_not_understood(tmp_path, arguments, text):
@@ -458,3 +455,32 @@ def test_after_an_error_the_file_can_be_corrected_and_a_new_datamodule_trains(tm
     fit(H5ImageDataModule(path, num_classes=3, batch_size=4), model)
     assert sum(len(batch) for _, batch in model.trained) == 10
     assert torch.isfinite(model.layer.weight).all()
+
+
+def test_files_that_number_their_classes_differently(tmp_path):
+    train, val = write_images(tmp_path / "train.h5", 10), write_images(tmp_path / "val.h5", 10)
+    for path, names in ((train, ["ant", "bee", "cat"]), (val, ["bee", "cat"])):
+        with h5py.File(path, "r+") as h5_file:
+            h5_file["labels"][:] = 0
+            h5_file["labels"].attrs["class_names"] = names
+    text = (
+        f"{val}: class 0 is 'bee', but 'ant' in {train}: the same label means something else. Pack both from the same "
+        f"set of class folders."
+    )
+    assert message(LayoutError, H5ImageDataModule(train, val=val)) == text
+    assert message(LayoutError, H5ImageDataModule([train, val])) == text
+
+
+def test_attributes_of_other_programs_are_not_taken_for_quantisation(tmp_path):
+    path = write_images(tmp_path / "a.h5", 10)
+    with h5py.File(path, "r+") as h5_file:
+        h5_file["images"].attrs["scale"] = 4.0  # micrometres per pixel, say
+        h5_file["images"].attrs["mean"] = "n/a"
+    assert message(ValueError, H5ImageDataModule(path)) == (
+        f"attribute mean of {path} 'images' is 'n/a'; expected one finite number, or one for each of 1 channels."
+    )
+    dm = H5ImageDataModule(path, mean=0.0, std=1.0, batch_size=10)
+    dm.setup("fit")
+    (batch,) = dm.train_dataloader()
+    assert dm.on_after_batch_transfer(batch, 0)[0].max() <= 1
+    dm.teardown("fit")

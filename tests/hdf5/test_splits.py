@@ -323,7 +323,12 @@ def test_sample_numbers_may_come_from_a_generator(plain):
             "train_indices: the index array names a sample twice; each may be used once.",
         ),
         ({"val": list(range(100))}, "train", "no sample is left for training: the other splits take them all."),
-        ({"val": 0.2, "stratify_by": "z"}, "val", "stratify_by='z' is no field; the fields are x, y."),
+        (
+            {"val": 0.2, "stratify_by": "z"},
+            "val",
+            "stratifying needs class numbers in the field 'z', but the fields of numbers are x, y. Name the labels, or "
+            "leave it off.",
+        ),
     ],
     ids=str,
 )

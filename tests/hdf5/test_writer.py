@@ -388,7 +388,7 @@ def test_a_folder_in_the_place_of_the_output_and_a_missing_folder_are_refused(tm
     save_npz(tmp_path / "x.npz")
     (tmp_path / "x.h5").mkdir()
     assert refusal(tmp_path / "x.npz", tmp_path / "x.h5", overwrite=True) == (
-        f"{tmp_path / 'x.h5'} is a folder; expected the name of a file to write"
+        f"{tmp_path / 'x.h5'} is a folder, pipe or device; expected the name of a file to write"
     )
     message = refusal(tmp_path / "x.npz", tmp_path / "no" / "x.h5", FileNotFoundError)
     assert message == f"the folder for {tmp_path / 'no' / 'x.h5'} does not exist; create {tmp_path / 'no'}"

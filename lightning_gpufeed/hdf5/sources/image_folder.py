@@ -9,6 +9,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -94,7 +95,7 @@ def list_images(root: Path) -> ImageListing:
     """
     entries = _visible_entries(root)
     folders = [entry.name for entry in entries if entry.is_dir()]
-    files = [entry.name for entry in entries if not entry.is_dir()]
+    files = [entry.name for entry in entries if not entry.is_dir() and not _is_pipe(entry)]
     flat = [name for name in files if _is_image(name)]
     others = Counter(Path(name).suffix or "no suffix" for name in files if not _is_image(name))
     per_class = {name: _walk(root, name, (), others) for name in folders}
@@ -135,6 +136,14 @@ def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
+def _is_pipe(entry: os.DirEntry[str] | Path) -> bool:
+    """Whether reading it could wait for ever. What cannot be looked at is listed when it is read."""
+    try:
+        return not stat.S_ISREG(os.stat(entry).st_mode)
+    except OSError:
+        return False
+
+
 def _walk(root: Path, folder: str, above: tuple[tuple[int, int], ...], others: Counter[str]) -> list[str]:
     """Images at any depth below a class folder; a link back to a folder above is not followed twice."""
     status = os.stat(root / folder)
@@ -146,7 +155,7 @@ def _walk(root: Path, folder: str, above: tuple[tuple[int, int], ...], others: C
         name = f"{folder}/{entry.name}"
         if entry.is_dir():
             names.extend(_walk(root, name, (*above, here), others))
-        elif _is_image(entry.name):
+        elif _is_image(entry.name) and not _is_pipe(entry):
             names.append(name)
         else:
             others[Path(entry.name).suffix or "no suffix"] += 1
