@@ -84,6 +84,8 @@ class ArrayInfo:
     @property
     def field_name(self) -> str:
         """The key without the word that names the split, as the name of a field."""
+        if self.split is None:
+            return self.key
         parts = re.split(r"([^A-Za-z0-9]+)", self.key)
         kept: list[str] = []
         for word, separator in zip(parts[::2], [*parts[1::2], ""], strict=True):
