@@ -1005,6 +1005,8 @@ def test_a_decoding_process_that_dies_is_told_and_does_not_hang(tmp_path, progra
     decoders = [c for c in psutil.Process(packer.pid).children(recursive=True) if c.pid not in server]
     assert len(decoders) == 2
     decoders[0].kill()
+    # The pool ends the other one as soon as it notices; until then that one could decode what is left.
+    assert psutil.wait_procs(decoders, timeout=30)[1] == []
     output, _ = packer.communicate("\n" * 20, timeout=60)
     assert packer.returncode == 0
     assert re.search(
