@@ -146,7 +146,7 @@ def test_a_path_of_one_machine_is_recognised(line, place):
     assert MACHINE_PATH.search(line.format(place))
 
 
-@pytest.mark.parametrize("line", ["tests/work/x", "https://host/home/x", "$HOME/work/x", "/proc/self/fd"])
+@pytest.mark.parametrize("line", ["tests/data/x", "https://host/home/x", "$HOME/data/x", "/proc/self/fd"])
 def test_a_relative_path_or_an_address_is_not_taken_for_one(line):
     assert not MACHINE_PATH.search(line)
 
