@@ -69,7 +69,13 @@ def start(*argv, pause_seconds=0.0, **options):
     """Start the command as its own process, as the installed script does."""
     script = "import sys; from lightning_gpufeed.cli import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PAUSE_SECONDS": str(pause_seconds)}
-    return subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, **options)
+    # A suite that a shell started in the background ignores Ctrl-C, and so would what it starts.
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *argv],
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
 
 
 def keys_of(path):
@@ -520,7 +526,7 @@ def test_an_interrupted_pack_keeps_what_it_has_and_the_same_command_goes_on():
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (130, ""), err
     assert re.fullmatch(
         r"gpufeed: interrupted; out\.h5\.partial keeps \d+ samples, and the same command goes on from there",
         err.splitlines()[-1],
