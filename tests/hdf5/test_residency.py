@@ -44,8 +44,15 @@ def pages(tmp_path):
     """A file of 2 MiB on a file system whose pages can be evicted and asked for."""
     path = tmp_path / "pages.bin"
     path.write_bytes(os.urandom(NUM_PAGES * PAGE))
-    evict(path)
-    return path
+    everywhere = np.arange(NUM_PAGES) * PAGE
+    # The kernel may keep a page that it is busy with; it is asked again until none is left.
+    for _ in range(100):
+        evict(path)
+        left = ask(path, residency._ask_by_mincore, everywhere)
+        if left is None or not left.any():
+            return path
+        time.sleep(0.02)
+    pytest.skip("the kernel does not let go of the pages")
 
 
 def write_images(path: Path, **storage) -> Path:
