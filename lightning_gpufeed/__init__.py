@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_gpufeed.callbacks import BatchEcho
 from lightning_gpufeed.datamodules import H5DataModule, H5ImageDataModule
 from lightning_gpufeed.errors import FeedError, GpuFeedError, LayoutError, PackError
 from lightning_gpufeed.hdf5.loader import H5Loader
@@ -9,6 +10,7 @@ from lightning_gpufeed.hdf5.loader import H5Loader
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchEcho",
     "FeedError",
     "GpuFeedError",
     "H5DataModule",

@@ -14,6 +14,7 @@ import pytest
 import lightning_gpufeed
 
 PUBLIC_NAMES = [
+    "BatchEcho",
     "FeedError",
     "GpuFeedError",
     "H5DataModule",

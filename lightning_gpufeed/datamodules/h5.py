@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_gpufeed.datamodules.resume import is_latest_in_work, shift_batch_progress
+from lightning_gpufeed.device.feed import FeedStatistics
 from lightning_gpufeed.device.transfer import device_of
 from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, whole_number
-from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.order import parse_shuffle

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_gpufeed.device.feed import Feed, FeedStatistics
 from lightning_gpufeed.device.memory import HostBufferPool
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import StrPath
 from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, chosen_samples, whole_number
-from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
 from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, parse_shuffle
 from lightning_gpufeed.hdf5.position import EpochPosition
 from lightning_gpufeed.hdf5.source import Batch, H5Source
@@ -98,6 +98,7 @@ class H5Loader:
         self.drop_last = drop_last
         self._indices = chosen_samples(indices, self.source.num_samples)
         self.num_samples = self.source.num_samples if self._indices is None else len(self._indices)
+        self._chosen_digest: str | None = None
         self._num_slots = num_slots
         self._pin_memory = pin_memory
         self._to_batch = to_batch
@@ -137,6 +138,13 @@ class H5Loader:
             The same for every epoch. A resumed one has the batches that are left of it as its last ones.
         """
         return self._plan(0).num_steps
+
+    @property
+    def smallest_batch_samples(self) -> int:
+        """Samples in the smallest batch of an epoch: the last one, on the rank that gets fewest."""
+        plan = self._plan(0)
+        first, stop = plan.bounds(plan.num_steps - 1) if plan.num_steps else (0, 0)
+        return (stop - first) // self.world_size
 
     @property
     def step_samples(self) -> int:
@@ -203,8 +211,10 @@ class H5Loader:
 
     def _digest(self) -> str:
         """Which samples are meant: the source's digest, and the choice among them."""
-        chosen = b"" if self._indices is None else self._indices.tobytes()
-        return f"{self.source.digest()}{zlib.crc32(chosen):08x}"
+        if self._chosen_digest is None:
+            chosen = b"" if self._indices is None else self._indices.tobytes()
+            self._chosen_digest = f"{zlib.crc32(chosen):08x}"
+        return f"{self.source.digest()}{self._chosen_digest}"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved position at the next iteration.

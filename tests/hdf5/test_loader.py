@@ -22,9 +22,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_gpufeed.hdf5.feed as feed_module
+import lightning_gpufeed.device.feed as feed_module
+from lightning_gpufeed.device.feed import FeedStatistics
 from lightning_gpufeed.errors import FeedError
-from lightning_gpufeed.hdf5.feed import FeedStatistics
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.order import FullShuffle, WindowShuffle
 from lightning_gpufeed.hdf5.source import H5Source

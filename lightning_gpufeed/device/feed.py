@@ -14,6 +14,7 @@ At most `num_slots` batches exist beside the one the consumer works on.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -75,11 +76,12 @@ class _Ring(Generic[T]):
         self.produce_seconds = 0.0
 
 
-def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int, start: SingleThreadStart) -> None:
+def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int | None, start: SingleThreadStart | None) -> None:
     """Body of the thread."""
-    start.in_thread()
+    if start is not None:
+        start.in_thread()
     try:
-        for number in range(num_items):
+        for number in itertools.count() if num_items is None else range(num_items):
             with ring.changed:
                 # The slot for the batch in the making is taken before it is made.
                 while not (ring.is_stopping or len(ring.ready) < ring.num_slots):
@@ -94,6 +96,8 @@ def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int, start: Si
                 ring.changed.notify_all()
             # The loop variable would keep the batch alive, and its buffer busy, until the next one is made.
             del item
+    except StopIteration:
+        pass
     except BaseException as error:
         with ring.changed:
             ring.error = error
@@ -136,13 +140,23 @@ class Feed(Generic[T]):
         [0, 1, 4, 9]
     """
 
-    def __init__(self, produce: Callable[[int], T], num_items: int, num_slots: int = 2) -> None:
+    def __init__(
+        self,
+        produce: Callable[[int], T],
+        num_items: int | None,
+        num_slots: int = 2,
+        *,
+        is_single_threaded: bool = True,
+    ) -> None:
         """Start the thread.
 
         Args:
             produce: Makes item number i; runs in the thread, one call at a time. It must not refer to the feed.
-            num_items: How many items there are.
+                Raising `StopIteration` ends the items.
+            num_items: How many items there are; None if only `produce` knows.
             num_slots: Finished items waiting at most, at least 1.
+            is_single_threaded: Torch operations in `produce` take one core, as they do in a worker process. False
+                leaves torch's setting, and with it the rounding of a sum that several cores share.
 
         Raises:
             ValueError: `num_slots` is below 1.
@@ -150,7 +164,7 @@ class Feed(Generic[T]):
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; expected at least 1.")
         self._ring: _Ring[T] = _Ring(num_slots)
-        start = SingleThreadStart()
+        start = SingleThreadStart() if is_single_threaded else None
         arguments = (self._ring, produce, num_items, start)
         thread = threading.Thread(target=_fill, args=arguments, name="gpufeed-reader", daemon=True)
         self.statistics = FeedStatistics()
@@ -160,7 +174,8 @@ class Feed(Generic[T]):
         weakref.finalize(self, _signal, self._ring).atexit = False
         _running[thread] = self._ring
         thread.start()
-        start.in_starter()
+        if start is not None:
+            start.in_starter()
 
     def __iter__(self) -> Self:
         """The feed itself: it runs once."""
@@ -215,11 +230,15 @@ class Feed(Generic[T]):
         """Tell the thread to end, without waiting for it. Safe to call from anywhere, the garbage collector too."""
         _signal(self._ring)
 
-    def close(self) -> None:
-        """End the thread and wait for it; the items not handed out are dropped. Closing twice is allowed."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """End the thread and wait for it; the items not handed out are dropped. Closing twice is allowed.
+
+        Args:
+            timeout_seconds: Wait no longer than this for an item in the making; None waits for its end.
+        """
         with self._ring.changed:
             self._ring.is_stopping = True
             self._ring.ready.clear()
             self._ring.changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_seconds)

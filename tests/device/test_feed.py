@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_gpufeed.hdf5.feed as feed_module
+import lightning_gpufeed.device.feed as feed_module
+from lightning_gpufeed.device.feed import Feed, FeedStatistics
 from lightning_gpufeed.errors import FeedError
-from lightning_gpufeed.hdf5.feed import Feed, FeedStatistics
 from tests.doubles import WAIT_SECONDS, EventLog, LoggedProducer, parking_condition, run_forked
 
 READER = "gpufeed-reader"
@@ -339,7 +339,7 @@ def test_no_slot_is_refused():
 EXIT_SETUP = """
 import sys, threading, warnings
 warnings.simplefilter("error")
-from lightning_gpufeed.hdf5.feed import Feed
+from lightning_gpufeed.device.feed import Feed
 """
 
 RUNNING = """

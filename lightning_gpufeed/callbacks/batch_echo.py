@@ -1,0 +1,388 @@
+"""`BatchEcho`: uses a fetched batch several times on the device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_gpufeed.callbacks.scaled_rate import ScaledRate
+from lightning_gpufeed.callbacks.trainer_epoch import (
+    HookOncePerBatch,
+    ScheduleByFreshBatches,
+    is_bounded_by_steps,
+    join_loaders,
+    lengthen_epoch,
+    num_processed,
+    set_processed,
+    split_loaders,
+    takes_iterator,
+)
+from lightning_gpufeed.device.marks import StepClock
+from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho
+from lightning_gpufeed.echo.report import EchoReport
+from lightning_gpufeed.echo.session import EchoSession
+from lightning_gpufeed.echo.vote import HostVote
+
+__all__ = ["BatchEcho"]
+
+
+class BatchEcho(Callback):
+    """Trains on every fetched batch several times, on the device, so that a slow loader is waited for less.
+
+    A batch is fetched and copied to the device once. Each pass over it is a new permutation of its samples, cut into
+    `num_splits` steps. Fixed, every batch is used `echo_factor` times; with "auto" a batch is used again only while
+    the next one is not ready, so a loader that keeps up gives exactly the training without this callback.
+
+    Echoed samples are worth less than fresh ones. Echoes are free only while the loader is what limits the training:
+    with R = time to load a batch / time of one pass over it, up to `echo_factor` = R. And a step on repeated samples
+    has to be a smaller one: lower the learning rate by about `echo_factor`, or say `scale_lr="inverse"`.
+
+    ====================================  ===================================================================
+    Hook                                  what it does
+    ====================================  ===================================================================
+    setup                                 stands in for the training loader, splits the transfer from what
+                                          comes after it
+    on_train_start                        scales learning rates; corrects the count of steps after a resume
+    on_train_epoch_start                  a new epoch has its usual length
+    on_train_batch_start, _end            time of a step, on its device
+    on_train_epoch_end                    one line on what echoing did, and the same for the loggers
+    state_dict, load_state_dict           place inside the batch, states of the loaders, echoes so far
+    on_exception, teardown                takes everything back, ends threads
+    ====================================  ===================================================================
+
+    What happens to a batch: `on_before_batch_transfer` and `transfer_batch_to_device` once, `on_after_batch_transfer`
+    for each piece, so random augmentation there is new in every pass. Pieces are copies: what is done to one in place
+    is not seen by the next pass. Beside the batch, one piece is in device memory.
+
+    Every counter of the Trainer counts steps: `num_training_batches`, `limit_train_batches`, `val_check_interval`,
+    `accumulate_grad_batches`, `max_steps`, `estimated_stepping_batches`. With "auto" an epoch begins with the length
+    it has without echoes and grows with each; shares of an epoch (float limits and intervals) go by fresh batches, and
+    so do step-wise learning rate schedules, unless `max_steps` ends the training.
+
+    What stays bitwise equal: `echo_factor=1, num_splits=1`, and "auto" with a loader that keeps up, to training
+    without this callback. A resumed run to one that was not interrupted, from any step, given a loader with
+    `state_dict` and `load_state_dict`; with "auto" if the echoes are replayed. What does not: everything else, as
+    repeated samples are another training.
+
+    Several ranks agree before each decision, on the host. Works with automatic and manual optimization.
+
+    Example:
+        >>> callbacks = [BatchEcho(echo_factor=2, num_splits=2)]     # a batch of 512: four steps of 256
+        >>> callbacks = [BatchEcho("auto", max_echo_factor=5)]       # only while the loader is behind
+
+    Source: Choi, Passos, Shallue, Dahl, "Faster Neural Network Training with Data Echoing" (arXiv 1907.05550).
+    """
+
+    def __init__(
+        self,
+        echo_factor: int | Literal["auto"] = "auto",
+        *,
+        num_splits: int = 1,
+        max_echo_factor: int = 5,
+        scale_lr: Literal["inverse", "keep"] | None = None,
+        seed: int = 0,
+        replay: str | Path | dict[int, list[int]] | None = None,
+        read_ahead: bool = True,
+    ) -> None:
+        """Note the arguments.
+
+        Args:
+            echo_factor: How often each batch is used, or "auto": again while the next one is not ready.
+            num_splits: Steps that one pass over a batch is cut into, at most the loader's batch size.
+            max_echo_factor: Most uses of a batch with "auto".
+            scale_lr: "inverse" divides the learning rate of every step by the echo factor; schedules and checkpoints
+                do not see it. "keep" leaves it without a warning, for a rate that was tuned with echoes.
+            seed: Decides all permutations. They draw from generators of their own.
+            replay: With "auto": a checkpoint, or a `trace`, whose echoes are to be repeated exactly. After its end the
+                loader decides again.
+            read_ahead: Let a thread fetch the next batch while this one is trained on. Loaders that draw random
+                numbers in the training process are found out and not read ahead. Needed for "auto".
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        super().__init__()
+        self._is_auto = isinstance(echo_factor, str) and echo_factor == "auto"
+        if not self._is_auto:
+            echo_factor = _at_least_one("echo_factor", echo_factor, "or 'auto'")
+        self.echo_factor = echo_factor
+        self.num_splits = _at_least_one("num_splits", num_splits)
+        self.max_echo_factor = _at_least_one("max_echo_factor", max_echo_factor)
+        if scale_lr not in (None, "inverse", "keep"):
+            raise ValueError(f"scale_lr is {scale_lr!r}; expected 'inverse', 'keep' or None.")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise ValueError(f"seed is {seed!r}; expected a whole number, 0 to {2**32 - 1}.")
+        if replay is not None and not self._is_auto:
+            raise ValueError(f"replay is given, but echo_factor is {echo_factor}; expected 'auto' to replay echoes.")
+        if not read_ahead and self._is_auto:
+            raise ValueError("read_ahead is False, but echo_factor 'auto' has to know whether the next batch is ready.")
+        self.scale_lr = scale_lr
+        self.seed = seed
+        self.replay = replay
+        self.read_ahead = read_ahead
+        self.reports: list[EchoReport] = []
+        self._saved: Mapping[str, Any] | None = None
+        self._session: EchoSession | None = None
+        self._undo: list[Any] = []
+        self._vote: HostVote | None = None
+        self._begin = 0.0
+        self._validation_seconds = 0.0
+        self._usual_check = 0
+        self._has_warned = False
+
+    @property
+    def trace(self) -> dict[int, list[int]]:
+        """How often each batch was used: epoch -> passes over each of its batches. `replay=` takes it."""
+        if self._session is not None:
+            return self._session.trace.to_dict()
+        return {} if self._saved is None else dict(self._saved["trace"])
+
+    # Standing in for the loader --------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stand in for the training loader, and for the copy to the device.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its module.
+            stage: Only "fit" matters.
+
+        Raises:
+            ValueError: There are two of this callback, or the trace to replay cannot be read.
+        """
+        if stage != "fit":
+            return
+        self._take_back()
+        self._session = None
+        if self.echo_factor == 1 and self.num_splits == 1:
+            return
+        if sum(isinstance(callback, BatchEcho) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("the Trainer has more than one BatchEcho; expected one.")
+        if takes_iterator(pl_module):
+            rank_zero_warn("BatchEcho does nothing: training_step(dataloader_iter) fetches its batches by itself.")
+            return
+        self._vote = HostVote()
+        self._session = EchoSession(
+            self._rule(),
+            self.num_splits,
+            self.seed,
+            vote=self._vote,
+            current_epoch=lambda: trainer.current_epoch,
+            num_processed=lambda: num_processed(trainer),
+            on_length_change=lambda num_steps: lengthen_epoch(trainer, num_steps),
+            clock=StepClock(trainer.strategy.root_device),
+        )
+        self._stand_in(trainer, pl_module, self._session)
+
+    def _rule(self) -> EchoRule:
+        if not self._is_auto:
+            return FixedEcho(int(self.echo_factor))
+        adaptive = AdaptiveEcho(self.max_echo_factor)
+        return adaptive if self.replay is None else ReplayedEcho(_read_trace(self.replay, self.state_key), adaptive)
+
+    def _stand_in(self, trainer: Trainer, pl_module: LightningModule, session: EchoSession) -> None:
+        """Put ourselves where the Trainer processes its loader and moves its batches."""
+        strategy = trainer.strategy
+        own_process, own_to_device = strategy.process_dataloader, strategy.batch_to_device
+        armed: list[Any] = []
+
+        def process_dataloader(loader: object) -> object:
+            loader = own_process(loader)
+            return (
+                session.wrap(loader, can_read_ahead=None if self.read_ahead else False) if trainer.training else loader
+            )
+
+        def is_repeat() -> bool:
+            armed[:] = [session.arm()] if trainer.training else []
+            return bool(armed) and armed[0] is not None and not armed[0].is_fetch
+
+        def batch_to_device(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+            piece = armed.pop() if armed else None
+            if piece is None:
+                return own_to_device(batch, device=device, dataloader_idx=dataloader_idx)
+            if piece.is_fetch:
+                session.device_cache.clear()
+                device = device or strategy.root_device
+                batch = pl_module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
+                session.cache(split_loaders(trainer, batch, session.num_loaders))
+                del batch
+            part = join_loaders(trainer, session.take())
+            return pl_module._call_batch_hook("on_after_batch_transfer", part, dataloader_idx)
+
+        strategy.__dict__["process_dataloader"] = process_dataloader
+        strategy.__dict__["batch_to_device"] = batch_to_device
+        hook = HookOncePerBatch(pl_module, is_repeat)
+        self._undo += [
+            hook.remove,
+            lambda: strategy.__dict__.pop("process_dataloader", None),
+            lambda: strategy.__dict__.pop("batch_to_device", None),
+        ]
+
+    def _take_back(self) -> None:
+        """Undo all that was put in other places; end threads."""
+        while self._undo:
+            self._undo.pop()()
+        if self._session is not None:
+            self._session.close()
+        if self._vote is not None:
+            self._vote.close()
+            self._vote = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take everything back."""
+        self._take_back()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take everything back: `teardown` is not called then."""
+        self._take_back()
+
+    # Training --------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Correct the count of steps after a resume; scale learning rates."""
+        session = self._session
+        if session is None:
+            return
+        if session.num_steps_before is not None:
+            set_processed(trainer, session.num_steps_before)
+            session.num_steps_before = None
+        if self.scale_lr == "inverse":
+            for optimizer in trainer.optimizers:
+                self._undo.append(ScaledRate(optimizer, lambda: 1.0 / session.mean_factor).remove)
+        elif self.scale_lr is None and not self._is_auto and session.mean_factor > 1:
+            self._warn_of_rate()
+        if self._is_auto:
+            usual = trainer.num_training_batches - session.extra_steps
+            if usual < math.inf:
+                self._usual_check = max(1, int(usual * trainer.val_check_interval))
+            if not is_bounded_by_steps(trainer, usual):
+                self._undo.append(ScheduleByFreshBatches(trainer, self._fresh_step).remove)
+        self._start_measuring()
+
+    def _warn_of_rate(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"BatchEcho uses a batch {'up to ' if self._is_auto else ''}"
+                f"{self.max_echo_factor if self._is_auto else self.echo_factor} times with the learning rate as it is. "
+                f"Steps on repeated samples point the same way, so a rate that is right for fresh ones is too high: "
+                f"scale_lr='inverse' divides it by the echo factor; scale_lr='keep' says that it was tuned for this."
+            )
+
+    def _fresh_step(self) -> int | None:
+        """Number of the latest step among those on fresh samples of its epoch, from 1; None on an echo."""
+        piece = self._session.latest if self._session is not None else None
+        if piece is None or piece.is_echo:
+            return None
+        return piece.fetch * self.num_splits + piece.piece_index + 1
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A new epoch has its usual length."""
+        if self._session is not None:
+            self._session.begin_epoch()
+            self._start_measuring()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A step is done; where validation goes by shares of an epoch, see whether it is due."""
+        session = self._session
+        if session is None or session.latest is None:
+            return
+        session.measures.clock.end()
+        if session.latest.is_echo and self.scale_lr is None:
+            self._warn_of_rate()
+        if self._is_auto and isinstance(trainer.val_check_interval, float) and 0 < trainer.val_check_interval < 1:
+            fresh_step = self._fresh_step()
+            is_due = fresh_step is not None and self._usual_check and fresh_step % self._usual_check == 0
+            # The Trainer validates when this divides the number of the step.
+            trainer.val_check_batch = batch_idx + 1 if is_due else batch_idx + 2
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is no part of the time of an epoch."""
+        self._validation_seconds -= time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is no part of the time of an epoch."""
+        self._validation_seconds += time.perf_counter()
+
+    def _start_measuring(self) -> None:
+        self._begin = time.perf_counter()
+        self._validation_seconds = 0.0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what echoing did; the next epoch begins with a fetch."""
+        session = self._session
+        if session is None:
+            return
+        measures = session.measures
+        report = EchoReport(
+            epoch=trainer.current_epoch,
+            num_fetches=measures.num_fetches,
+            num_passes=measures.num_passes,
+            num_echo_steps=measures.num_echo_steps,
+            load_seconds=session.slowest(measures.times.seconds_per_batch),
+            pass_seconds=measures.pass_seconds,
+            is_bound=measures.times.is_bound,
+            wait_seconds=measures.times.wait_seconds,
+            elapsed_seconds=time.perf_counter() - self._begin - self._validation_seconds,
+            is_adaptive=self._is_auto,
+        )
+        self.reports.append(report)
+        rank_zero_info(str(report))
+        for logger in trainer.loggers:
+            logger.log_metrics(report.to_metrics(), step=trainer.global_step)
+        session.finish_epoch()
+
+    # Where to continue -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place inside the epoch, states of the loaders, echoes so far.
+
+        Returns:
+            Empty before training.
+        """
+        if self._session is None:
+            return dict(self._saved or {})
+        return self._session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved place.
+
+        Args:
+            state_dict: From `state_dict`.
+
+        Raises:
+            ValueError: The state is of another version.
+        """
+        if not state_dict:
+            return
+        self._saved = state_dict
+        if self._session is not None:
+            self._session.load_state_dict(state_dict)
+
+
+def _at_least_one(name: str, value: Any, alternative: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{name} is {value!r}; expected a whole number, at least 1{alternative and ', ' + alternative}."
+        )
+    return value
+
+
+def _read_trace(replay: str | Path | dict[int, list[int]], state_key: str) -> EchoTrace:
+    """A trace as given, or of a checkpoint."""
+    if isinstance(replay, dict):
+        return EchoTrace(replay)
+    checkpoint = torch.load(replay, map_location="cpu", weights_only=False)
+    state = checkpoint.get("callbacks", {}).get(state_key)
+    if not state:
+        raise ValueError(f"replay is {str(replay)!r}, a checkpoint without the echoes of a BatchEcho to repeat.")
+    return EchoTrace(state["trace"])

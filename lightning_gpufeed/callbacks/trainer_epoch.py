@@ -1,0 +1,221 @@
+"""Reads and corrects the Trainer's count of the steps of an epoch, where no public name does it.
+
+Private names of Lightning, each asserted in `tests/test_private_api.py`:
+
+==========================================  ===============================================================
+name                                        what for
+==========================================  ===============================================================
+fit_loop.epoch_loop.batch_progress          how many steps of the epoch are done
+fit_loop.max_batches                        `trainer.num_training_batches`
+fit_loop._combined_loader._limits, _spec    the limit of each loader; how several loaders' batches are joined
+fit_loop._data_fetcher.length               when a batch is the last one
+epoch_loop.update_lr_schedulers,            the schedule goes by fresh batches when the number of echoes is
+_update_learning_rates                      not known beforehand
+LightningModule._on_before_batch_transfer,  hooks before and after the transfer, apart
+_call_batch_hook
+==========================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+__all__ = [
+    "HookOncePerBatch",
+    "ScheduleByFreshBatches",
+    "is_bounded_by_steps",
+    "join_loaders",
+    "lengthen_epoch",
+    "num_processed",
+    "set_processed",
+    "split_loaders",
+    "takes_iterator",
+]
+
+
+def num_processed(trainer: Trainer) -> int:
+    """Steps of the running epoch that are done."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(current.processed)
+
+
+def set_processed(trainer: Trainer, num_steps: int) -> None:
+    """Correct the number of steps that were done before a resume.
+
+    Args:
+        trainer: A Trainer whose loops are restored and do not run yet.
+        num_steps: The number.
+    """
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    change = num_steps - current.processed
+    # ready, started, processed and completed differ by where inside a step the checkpoint was written.
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + change)
+
+
+def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
+    """Tell everybody who counts that the running epoch is longer, or shorter, than it was.
+
+    Args:
+        trainer: A Trainer.
+        num_steps: By how much; the loaders' own lengths say so already.
+    """
+    loop = trainer.fit_loop
+    combined, fetcher = loop._combined_loader, loop._data_fetcher
+    if combined is None or fetcher is None or fetcher.length is None:
+        return
+    if isinstance(trainer.limit_train_batches, float) and combined._limits is not None:
+        # A share of an epoch is a share of its fresh batches. An absolute limit stays what it is.
+        for number, limit in enumerate(combined._limits):
+            combined._limits[number] = limit + num_steps
+    fetcher.length = len(combined)
+    loop.max_batches = fetcher.length
+    if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, fetcher.length)
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        bar.train_progress_bar.total = bar.total_train_batches
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, total=bar.total_train_batches)
+
+
+def takes_iterator(module: LightningModule) -> bool:
+    """Whether `training_step` fetches its batches by itself."""
+    return bool(is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))
+
+
+def split_loaders(trainer: Trainer, batch: Any, num_loaders: int) -> list[Any]:
+    """The batch of each loader, out of what they gave together.
+
+    Args:
+        trainer: A Trainer.
+        batch: Of one loader, or the nest of several.
+        num_loaders: How many.
+
+    Returns:
+        One part for each.
+
+    Raises:
+        ValueError: A hook changed the nest.
+    """
+    if num_loaders == 1:
+        return [batch]
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    try:
+        return list(combined._spec.flatten_up_to(batch))
+    except ValueError as error:
+        raise ValueError(
+            f"a transfer hook changed the nest of {num_loaders} loaders' batches, so it cannot be used again piece "
+            f"by piece ({error}). Change it in "
+            f"on_after_batch_transfer, which gets the pieces."
+        ) from error
+
+
+def join_loaders(trainer: Trainer, parts: list[Any]) -> Any:
+    """The nest that several loaders give together.
+
+    Args:
+        trainer: A Trainer.
+        parts: Of each loader.
+
+    Returns:
+        What the Trainer passes on.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    return combined._spec.unflatten(parts)
+
+
+class HookOncePerBatch:
+    """Stands in a module's place of `_on_before_batch_transfer` while it is trained.
+
+    A copy of the module, or one that is saved whole, gets the module's own method.
+    """
+
+    def __init__(self, module: LightningModule, is_repeat: Callable[[], bool]) -> None:
+        """Put it there.
+
+        Args:
+            module: Whose hooks are to run once per batch.
+            is_repeat: Called once per step; whether the step is on a batch whose hooks have run.
+        """
+        self._module = module
+        self._own = module._on_before_batch_transfer
+        self._is_repeat = is_repeat
+        module.__dict__["_on_before_batch_transfer"] = self
+
+    def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Run the hooks, unless they have run."""
+        return batch if self._is_repeat() else self._own(batch, dataloader_idx)
+
+    def __reduce__(self) -> Any:
+        """Become the method again."""
+        return getattr, (self._module, "_on_before_batch_transfer")
+
+    def remove(self) -> None:
+        """Give the module its own method back."""
+        if self._module.__dict__.get("_on_before_batch_transfer") is self:
+            del self._module.__dict__["_on_before_batch_transfer"]
+
+
+class ScheduleByFreshBatches:
+    """Has step-wise learning rate schedules move on fresh batches only.
+
+    How many echoes an epoch will have is not known when a schedule is made. One that was made for
+    `trainer.estimated_stepping_batches` steps would end early, or raise, if echoes counted.
+    """
+
+    def __init__(self, trainer: Trainer, fresh_step: Callable[[], int | None]) -> None:
+        """Put it there.
+
+        Args:
+            trainer: A Trainer.
+            fresh_step: Number of the latest step among those on fresh samples, from 1; None on an echo.
+        """
+        self._loop = trainer.fit_loop.epoch_loop
+        self._trainer = trainer
+        self._fresh_step = fresh_step
+        self._own = self._loop.update_lr_schedulers
+        self._loop.__dict__["update_lr_schedulers"] = self
+
+    def __call__(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Move the schedules, if the step says so."""
+        if interval != "step":
+            self._own(interval, update_plateau_schedulers=update_plateau_schedulers)
+            return
+        number = self._fresh_step()
+        if number is not None and (
+            number % self._trainer.accumulate_grad_batches == 0 or self._loop._num_ready_batches_reached()
+        ):
+            self._loop._update_learning_rates(interval="step", update_plateau_schedulers=update_plateau_schedulers)
+
+    def remove(self) -> None:
+        """Give the loop its own method back."""
+        self._loop.__dict__.pop("update_lr_schedulers", None)
+
+
+def is_bounded_by_steps(trainer: Trainer, num_usual_steps: float) -> bool:
+    """Whether `max_steps` ends the training, so that a schedule made for its length counts every step.
+
+    Args:
+        trainer: A Trainer.
+        num_usual_steps: Steps of an epoch without echoes.
+
+    Returns:
+        False if `max_epochs` ends it.
+    """
+    if trainer.max_steps == -1:
+        return False
+    if trainer.max_epochs is None or trainer.max_epochs == -1 or num_usual_steps == math.inf:
+        return True
+    steps = math.ceil(num_usual_steps / trainer.accumulate_grad_batches) * max(trainer.max_epochs, 1)
+    return trainer.max_steps <= steps

@@ -1,0 +1,1 @@
+"""Data echoing: each fetched batch is used several times on the device."""

@@ -1,0 +1,286 @@
+"""A loader whose epochs have one item for each step on a piece of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_gpufeed.device.samples import BatchForm, count_samples
+from lightning_gpufeed.echo.cache import form_or_none
+from lightning_gpufeed.echo.fetcher import BatchFetcher
+
+if TYPE_CHECKING:
+    from lightning_gpufeed.echo.session import EchoSession
+
+__all__ = ["REPEATED", "EchoLoader", "echo_loader"]
+
+
+class _Repeated:
+    """Stands for a batch that is on the device already. No container and no tensor, so nothing looks into it."""
+
+    def __repr__(self) -> str:
+        return "REPEATED"
+
+
+REPEATED = _Repeated()
+"""What an `EchoLoader` yields for a step on a batch that was fetched before."""
+
+
+class EchoLoader:
+    """Stands in for a loader and yields its batches, each followed by `REPEATED` for every further step on it.
+
+    Everything else is the loader's own: its length apart, whatever is asked of this object is asked of the loader.
+
+    Attributes:
+        loader: The loader.
+        num_yielded: Items given in this epoch.
+        is_exhausted: Whether the loader had no batch left.
+        form: How samples lie in the batches it gives, None while that is not known.
+    """
+
+    def __init__(self, loader: Any, session: EchoSession, *, can_read_ahead: bool | None = None) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: Any iterable over batches.
+            session: Decides what each step is.
+            can_read_ahead: Whether a thread may fetch; None finds out.
+
+        Raises:
+            ValueError: The session cuts batches into more pieces than they have samples.
+        """
+        self.loader = loader
+        self.num_yielded = 0
+        self.is_exhausted = False
+        self.form: BatchForm | None = None
+        self._session = session
+        self._can_read_ahead = can_read_ahead
+        self._fetcher: BatchFetcher | None = None
+        batch_size = self.samples_per_batch
+        if batch_size is not None and session.num_splits > batch_size:
+            raise ValueError(
+                f"num_splits is {session.num_splits}; expected at most the {type(loader).__name__}'s batch_size, "
+                f"{batch_size}."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """What the loader has."""
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Samples in a full batch, if the loader says."""
+        batch_size = getattr(self.loader, "batch_size", None)
+        return batch_size if isinstance(batch_size, int) else None
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the loader knows its number of batches."""
+        try:
+            return len(self.loader) >= 0
+        except (TypeError, NotImplementedError):
+            return False
+
+    # What a Trainer sets on a loader must arrive there.
+    @property
+    def _iterator(self) -> Any:
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self.loader._iterator = value
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's own."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, value: Any) -> None:
+        self.loader.worker_init_fn = value
+
+    def __len__(self) -> int:
+        """Steps of an epoch.
+
+        Returns:
+            The number that is known now; it changes while batches are echoed by need.
+        """
+        num_batches = len(self.loader)
+        return self._session.num_usual_steps(num_batches, self.expected_pieces(num_batches - 1)) + (
+            self._session.extra_steps if num_batches else 0
+        )
+
+    def is_at_end(self, num_fetches: int) -> bool:
+        """Whether an epoch has no batch left after so many."""
+        return self.is_exhausted or (self.has_length and num_fetches >= len(self.loader))
+
+    def expected_pieces(self, fetch: int) -> int:
+        """Pieces that a batch is expected to be cut into.
+
+        Args:
+            fetch: Its number in the epoch.
+
+        Returns:
+            `num_splits`, or fewer for a last batch that is known to have fewer samples.
+        """
+        last = _last_batch_samples(self.loader)
+        if last is None or fetch != len(self.loader) - 1:
+            return self._session.num_splits
+        return max(1, min(self._session.num_splits, last))
+
+    def num_samples(self, batch: Any) -> int:
+        """Samples in one of the loader's batches, which has to be cut.
+
+        Args:
+            batch: On the host.
+
+        Returns:
+            The count.
+
+        Raises:
+            ValueError: They cannot be told apart.
+        """
+        if self.form is None:
+            self.form = form_or_none(batch, self._session.num_splits, self.samples_per_batch)
+        assert self.form is not None
+        return count_samples(batch, self.form)
+
+    def read_state(self) -> Any:
+        """The loader's state, None if it has none."""
+        return None
+
+    def close(self) -> None:
+        """End the thread of the running iteration."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    def is_ready(self) -> bool:
+        """Whether the next batch could be had without waiting."""
+        return self.is_exhausted or self._fetcher is None or self._fetcher.is_ready()
+
+    def seconds_to_go(self) -> float:
+        """How long the next batch still takes, as far as that can be told."""
+        return 0.0 if self._fetcher is None else self._fetcher.seconds_to_go()
+
+    def announce(self) -> None:
+        """Say again which loader's batch is worked on, to whom the loader says it."""
+        on_batch = getattr(self.loader, "on_batch", None)
+        if callable(on_batch):
+            on_batch()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an iteration over the loader, at once, as the loader's own user would.
+
+        Returns:
+            Iterator over batches and `REPEATED`.
+        """
+        self._session.enrol(self)
+        self.is_exhausted = False
+        if self._fetcher is None or not hasattr(self.loader, "__next__"):
+            if self._fetcher is not None:
+                self._can_read_ahead = self._fetcher.can_read_ahead
+            # A thread that fetches from the iteration before would be in the way of the new one.
+            self.close()
+            self._fetcher = BatchFetcher(
+                self.loader,
+                iter(self.loader),
+                self.read_state,
+                self._session.measures.times,
+                can_read_ahead=self._can_read_ahead,
+            )
+        # Else the loader is its own iterator and goes on where it is: a batch read ahead must not be lost.
+        return _EchoIteration(self, self._session, self._fetcher)
+
+
+class _StatefulEchoLoader(EchoLoader):
+    """An `EchoLoader` over a loader that can say where it is and continue there."""
+
+    def state_dict(self) -> Any:
+        """State to continue from with or without echoes: the loader's, before the batch that is worked on."""
+        return self._session.loader_state(self)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from a state of the loader, unless a place inside a batch is known to continue from."""
+        if not self._session.is_resuming:
+            self.loader.load_state_dict(state_dict)
+
+    def read_state(self) -> Any:
+        """The loader's state after the batch it gave last."""
+        return self._session.read_state(self.loader)
+
+
+def echo_loader(loader: Any, session: EchoSession, *, can_read_ahead: bool | None = None) -> EchoLoader:
+    """Wrap a loader; the result has `state_dict` and `load_state_dict` if the loader has both.
+
+    Args:
+        loader: Any iterable over batches.
+        session: Decides what each step is.
+        can_read_ahead: Whether a thread may fetch; None finds out.
+
+    Returns:
+        The wrapped loader.
+
+    Raises:
+        ValueError: The session cuts batches into more pieces than they have samples.
+    """
+    is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (_StatefulEchoLoader if is_stateful else EchoLoader)(loader, session, can_read_ahead=can_read_ahead)
+
+
+class _EchoIteration:
+    """One epoch over an `EchoLoader`."""
+
+    def __init__(self, loader: EchoLoader, session: EchoSession, fetcher: BatchFetcher) -> None:
+        self._loader = loader
+        self._session = session
+        self._fetcher = fetcher
+
+    def __iter__(self) -> _EchoIteration:
+        return self
+
+    def __next__(self) -> Any:
+        loader, session = self._loader, self._session
+        piece = session.piece_for(loader)
+        if loader.is_exhausted:
+            raise StopIteration
+        if not piece.is_fetch:
+            loader.announce()
+            item: Any = REPEATED
+        else:
+            item = self._fetch()
+        loader.num_yielded += 1
+        session.handed_out()
+        return item
+
+    def _fetch(self) -> Any:
+        loader, session = self._loader, self._session
+        try:
+            batch = self._fetcher.take()
+            has_batch = True
+        except StopIteration:
+            batch, has_batch = None, False
+        fetcher = self._fetcher
+        if not session.fetched(loader, batch, has_batch, fetcher.state_before, fetcher.state):
+            loader.is_exhausted = True
+            raise StopIteration
+        return batch
+
+
+def _last_batch_samples(loader: Any) -> int | None:
+    """Samples in the last batch of an epoch, on the rank that has fewest; None if that is not known."""
+    own = getattr(loader, "smallest_batch_samples", None)
+    if own is not None:
+        return int(own)
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    try:
+        num_samples = len(loader.batch_sampler.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+    batch_size = loader.batch_sampler.batch_size
+    return batch_size if loader.batch_sampler.drop_last else num_samples % batch_size or batch_size

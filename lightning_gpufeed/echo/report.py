@@ -1,0 +1,106 @@
+"""What echoing did in an epoch, in one line. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EchoReport"]
+
+
+@dataclass(frozen=True)
+class EchoReport:
+    """One epoch.
+
+    Attributes:
+        epoch: Counts from 0.
+        num_fetches: Fresh batches.
+        num_passes: Passes over them, so at least as many.
+        num_echo_steps: Steps on samples that were trained on before.
+        load_seconds: What the loader needs for a batch; 0 if not measured.
+        pass_seconds: What the steps of one pass over a batch take; 0 if not measured.
+        is_bound: Whether the loader may be faster than that: it was never waited for.
+        wait_seconds: Time that steps waited for batches.
+        elapsed_seconds: Time of the epoch, validation apart.
+        is_adaptive: Whether batches were used again only while the next one was not ready.
+    """
+
+    epoch: int
+    num_fetches: int
+    num_passes: int
+    num_echo_steps: int
+    load_seconds: float
+    pass_seconds: float
+    is_bound: bool
+    wait_seconds: float
+    elapsed_seconds: float
+    is_adaptive: bool = False
+
+    @property
+    def echo_factor(self) -> float:
+        """Passes over each batch, on average."""
+        return self.num_passes / self.num_fetches if self.num_fetches else 1.0
+
+    @property
+    def load_ratio(self) -> float | None:
+        """R: time the loader needs for a batch over time that one pass over it takes; None if not measured."""
+        return self.load_seconds / self.pass_seconds if self.load_seconds > 0 and self.pass_seconds > 0 else None
+
+    @property
+    def free_share(self) -> float | None:
+        """Share of the echoes that ran while the step would have waited anyway, 0 to 1: those up to R passes."""
+        ratio, factor = self.load_ratio, self.echo_factor
+        if ratio is None or factor <= 1:
+            return None
+        return min(1.0, max(0.0, ratio - 1) / (factor - 1))
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time that steps waited for batches."""
+        return self.wait_seconds / self.elapsed_seconds if self.elapsed_seconds > 0 else 0.0
+
+    def to_metrics(self) -> dict[str, float]:
+        """Figures for a logger.
+
+        Returns:
+            Name -> value; what was not measured is left out.
+        """
+        metrics: dict[str, float | None] = {
+            "fresh_batches": float(self.num_fetches),
+            "echoed_steps": float(self.num_echo_steps),
+            "factor": self.echo_factor,
+            "load_ratio": self.load_ratio,
+            "free_share": self.free_share,
+            "wait_share": self.wait_share,
+        }
+        return {f"gpufeed/echo/{name}": value for name, value in metrics.items() if value is not None}
+
+    def __str__(self) -> str:
+        """One line."""
+        parts = [
+            f"BatchEcho, epoch {self.epoch}: {self.num_fetches:,} fresh batches, {self.num_echo_steps:,} echoed steps, "
+            f"echo factor {self.echo_factor:.3g}"
+        ]
+        ratio = self.load_ratio
+        if ratio is not None:
+            relation = "at most " if self.is_bound else ""
+            parts.append(
+                f"loader {_milliseconds(self.load_seconds)} a batch, steps {_milliseconds(self.pass_seconds)}: "
+                f"R = {relation}{ratio:.2g}"
+            )
+        free = self.free_share
+        if free is not None and ratio is not None:
+            if free >= 0.995 and not self.is_bound:
+                parts.append("all of the echo was free (e <= R)")
+            elif self.is_adaptive:
+                parts.append(f"{free:.0%} of the echo was free (e <= R), the rest ran on when the next batch was there")
+            else:
+                parts.append(
+                    f"{'at most ' if self.is_bound else ''}{free:.0%} of the echo was free, the rest delayed fresh "
+                    f"data (e > R): an echo_factor of {max(1, int(ratio))} would not"
+                )
+        parts.append(f"waited {self.wait_share:.0%} of the time")
+        return "; ".join(parts)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,398 @@
+"""Runs the plan: asks the loaders, the ranks and the device what the next step is, and holds the batch for it.
+
+::
+
+    EchoLoader  --piece_for-->  EchoSession  <--arm, cache, take--  the training loop
+    one per loader               one for all                         one step at a time
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_gpufeed.device.marks import StepClock
+from lightning_gpufeed.echo.cache import DeviceCache
+from lightning_gpufeed.echo.loader import EchoLoader, echo_loader
+from lightning_gpufeed.echo.measures import EchoMeasures
+from lightning_gpufeed.echo.plan import EchoRule, EchoTrace, FixedEcho, Piece, pass_seed
+from lightning_gpufeed.echo.position import Place, Round, SavedPlace, warn_not_resumable
+from lightning_gpufeed.echo.vote import HostVote, warn_uneven_ranks
+
+__all__ = ["EchoSession"]
+
+_STATE_VERSION = 1
+
+
+class EchoSession:
+    """Directs the loaders of a training and holds the fetched batch on its device.
+
+    Attributes:
+        rule: When a batch is used once more.
+        num_splits: Pieces that a pass over a batch is cut into.
+        trace: How often each batch was used so far.
+        measures: What this epoch did and took.
+        device_cache: The batch that was fetched last, on its device.
+        extra_steps: Steps of this epoch beyond (or short of) the length it began with.
+        latest: The piece that the step in progress, or the latest step, is on.
+        num_steps_before: Steps of this epoch that were done before it was resumed; None if it was not, or if
+            that is not known.
+    """
+
+    def __init__(
+        self,
+        rule: EchoRule,
+        num_splits: int,
+        seed: int,
+        *,
+        vote: HostVote,
+        current_epoch: Callable[[], int],
+        num_processed: Callable[[], int],
+        on_length_change: Callable[[int], None] = lambda change: None,
+        clock: StepClock,
+    ) -> None:
+        """Nothing fetched yet.
+
+        Args:
+            rule: When a batch is used once more.
+            num_splits: Pieces that a pass over a batch is cut into.
+            seed: Decides all permutations.
+            vote: Joins the ranks.
+            current_epoch: Which epoch it is.
+            num_processed: How many steps of this epoch are done.
+            on_length_change: Called with the number of steps by which the epoch became longer.
+            clock: Times the steps on their device.
+        """
+        self.rule = rule
+        self.num_splits = num_splits
+        self.trace = EchoTrace()
+        self.measures = EchoMeasures(clock)
+        self.extra_steps = 0
+        self.latest: Piece | None = None
+        self.num_steps_before: int | None = None
+        self._seed = seed
+        self._vote = vote
+        self._current_epoch = current_epoch
+        self._num_processed = num_processed
+        self._on_length_change = on_length_change
+        self._members: list[EchoLoader] = []
+        self._num_steps = 0
+        self._asked: tuple[Piece, Round] | None = None
+        self._queue: deque[tuple[Piece, Round]] = deque()
+        self._armed: tuple[Piece, Round] | None = None
+        self._processed_before = 0
+        self.device_cache = DeviceCache(num_splits, is_first_in_order=not isinstance(rule, FixedEcho))
+        self._saved: SavedPlace | None = None
+        self._wrapped: list[EchoLoader] = []
+        self._is_reading_state = False
+
+    # The loaders' side -----------------------------------------------------------------------------------
+
+    def wrap(self, loader: Any, *, can_read_ahead: bool | None = None) -> EchoLoader:
+        """Make a loader one of this session; it continues where a loaded state says.
+
+        Args:
+            loader: Any iterable over batches.
+            can_read_ahead: Whether a thread may fetch; None finds out.
+
+        Returns:
+            What to iterate over in its place.
+
+        Raises:
+            ValueError: `num_splits` is more than its batch size.
+        """
+        wrapped = echo_loader(loader, self, can_read_ahead=can_read_ahead)
+        if hasattr(loader, "is_latest_in_work"):
+            loader.is_latest_in_work = self._is_latest_in_work
+        self._wrapped.append(wrapped)
+        if self._saved is not None:
+            self._continue_loader(wrapped)
+        return wrapped
+
+    def enrol(self, loader: EchoLoader) -> None:
+        """An iteration over a loader begins."""
+        if loader not in self._members:
+            self._members.append(loader)
+            loader.num_yielded = self._num_steps
+
+    def num_usual_steps(self, num_batches: int, last_pieces: int) -> int:
+        """Steps of an epoch, as far as they are known when it begins."""
+        return self.rule.usual_passes * (max(0, num_batches - 1) * self.num_splits + min(1, num_batches) * last_pieces)
+
+    def piece_for(self, loader: EchoLoader) -> Piece:
+        """What the loader's next item belongs to; the loader that asks first decides for all."""
+        if self._asked is None or loader.num_yielded == self._num_steps:
+            self._asked = self._next_piece()
+            self._num_steps += 1
+        return self._asked[0]
+
+    def fetched(self, loader: EchoLoader, batch: Any, has_batch: bool, before: Any, after: Any) -> bool:
+        """A loader fetched for the step in the making.
+
+        Args:
+            loader: Which one.
+            batch: What it gave.
+            has_batch: False if it had no batch left.
+            before: Its state before the batch.
+            after: Its state after it.
+
+        Returns:
+            Whether the step takes place: several ranks with a loader each end together.
+        """
+        assert self._asked is not None
+        round_ = self._asked[1]
+        if has_batch:
+            round_.before.append(before)
+            round_.after.append(after)
+            if self.num_splits > 1 and batch is not None:
+                round_.smallest = min(round_.smallest, loader.num_samples(batch))
+        if len(self._members) == 1:
+            return self._settle(round_, loader, has_batch)
+        if has_batch and loader is self._members[-1]:
+            self._settle(round_, loader, True)
+        return has_batch
+
+    def handed_out(self) -> None:
+        """A loader gave its item for the latest step; the first one of several counts."""
+        assert self._asked is not None
+        if not any(step is self._asked for step in self._queue):
+            self._queue.append(self._asked)
+            self.measures.count(self._asked[0])
+
+    def _next_piece(self) -> tuple[Piece, Round]:
+        if self._asked is None:
+            saved, self._saved = self._saved, None
+            return (Piece(), Round(0)) if saved is None else (saved.piece, Round(saved.piece.fetch, saved.num_counted))
+        piece, round_ = self._asked
+        self._settle(round_, self._members[0], True)
+        if piece.piece_index + 1 < round_.num_pieces:
+            return piece.next_piece(), round_
+        if self._wants_pass(piece):
+            if piece.pass_index + 1 == round_.num_counted:
+                round_.num_counted += 1
+                self._grow(round_.num_pieces)
+            return piece.next_pass(), round_
+        self.trace.add(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        return piece.next_fetch(), Round(piece.fetch + 1)
+
+    def _wants_pass(self, piece: Piece) -> bool:
+        wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        if wants is not None:
+            return wants
+        # Everybody waits for the rank whose batch comes last.
+        return self._vote.minimum(1 - self.measures.is_late(self._members)) == [0]
+
+    def _settle(self, round_: Round, loader: EchoLoader, has_batch: bool) -> bool:
+        """Find the number of pieces of a round, the same on all ranks; whether the round takes place."""
+        if round_.num_pieces:
+            return True
+        smallest, all_have = round_.smallest, int(has_batch)
+        if self.num_splits > 1 or not loader.has_length:
+            all_have, smallest = self._vote.minimum(all_have, smallest)
+        if not all_have:
+            if has_batch:
+                warn_uneven_ranks()
+            return False
+        round_.num_pieces = max(1, min(self.num_splits, smallest))
+        num_passes = self.rule.known_passes(self._current_epoch(), round_.fetch) or max(1, round_.num_counted)
+        if loader.has_length:
+            counted = round_.num_counted * round_.num_pieces
+            usual = self.rule.usual_passes * loader.expected_pieces(round_.fetch)
+            self._grow(num_passes * round_.num_pieces - (counted or usual))
+        round_.num_counted = num_passes
+        return True
+
+    def _grow(self, num_steps: int) -> None:
+        if num_steps:
+            self.extra_steps += num_steps
+            self._on_length_change(num_steps)
+
+    # The training loop's side ----------------------------------------------------------------------------
+
+    def arm(self) -> Piece | None:
+        """The next step begins.
+
+        Returns:
+            What it trains on; None if no loader of this session gave an item for it.
+        """
+        if not self._queue:
+            return None
+        self._armed = self._queue.popleft()
+        self._processed_before = self._num_processed()
+        self.latest = self._armed[0]
+        self._settle(self._armed[1], self._members[0], True)
+        self.measures.clock.begin()
+        return self.latest
+
+    def cache(self, parts: list[Any]) -> None:
+        """Hold what was fetched for the step that was armed.
+
+        Args:
+            parts: On the device; one for each loader.
+
+        Raises:
+            ValueError: It has to be cut, and its samples cannot be told apart.
+        """
+        assert self._armed is not None
+        seed = pass_seed(self._seed, self._vote.rank, self._current_epoch(), self._armed[0].fetch)
+        self.device_cache.put(parts, [member.samples_per_batch for member in self._members], seed)
+
+    def take(self) -> list[Any]:
+        """Copy the piece of the step that was armed out of the batch.
+
+        Returns:
+            One part for each loader.
+
+        Raises:
+            ValueError: A batch has fewer samples on the device than it had when it was fetched.
+        """
+        assert self._armed is not None
+        piece, round_ = self._armed
+        parts = self.device_cache.take(piece, round_.num_pieces)
+        wants_pass = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        if piece.piece_index + 1 == round_.num_pieces and wants_pass is False:
+            self.device_cache.clear()
+        return parts
+
+    def finish_epoch(self) -> None:
+        """The epoch is over, wherever in a batch it ended: the next one begins with a fetch."""
+        if self._asked is not None and self._asked[1].num_pieces:
+            piece = self._asked[0]
+            self.trace.add(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        self._members = []
+        self._num_steps = 0
+        self._asked = self._armed = self._saved = None
+        self._queue.clear()
+        self.device_cache.clear()
+
+    def begin_epoch(self) -> None:
+        """A new epoch: its length is the usual one again, and it is measured anew."""
+        if self._saved is not None:
+            return
+        self._grow(-self.extra_steps)
+        self.measures.clock.reset()
+        # A first batch may have been asked for already.
+        if not self._queue:
+            self.measures.reset()
+
+    def close(self) -> None:
+        """End all threads."""
+        for wrapped in self._wrapped:
+            wrapped.close()
+
+    # Where to continue -----------------------------------------------------------------------------------
+
+    def slowest(self, seconds: float) -> float:
+        """Largest of the ranks' times; every rank has to ask."""
+        return -self._vote.minimum(-round(seconds * 1e9))[0] / 1e9
+
+    def _place(self) -> Place | None:
+        """The first step of the epoch that is not done yet; None if there is none."""
+        if self._armed is not None and self._num_processed() <= self._processed_before:
+            return Place(*self._armed)
+        if self._queue:
+            return Place(*self._queue[0])
+        if self._armed is None:
+            return None
+        piece, round_ = self._armed
+        if piece.piece_index + 1 < round_.num_pieces:
+            return Place(piece.next_piece(), round_)
+        wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        if wants is not True and all(member.is_at_end(piece.fetch + 1) for member in self._members):
+            return None
+        if wants is False:
+            return Place(piece.next_fetch(), round_)
+        return Place(piece.next_pass(), round_, is_decided=wants is not None)
+
+    def _is_latest_in_work(self) -> bool:
+        """Whether a loader's state has to have its latest batch come again."""
+        place = None if self._is_reading_state else self._place()
+        return place is not None and place.needs_batch_again
+
+    def read_state(self, loader: Any) -> Any:
+        """The state of a loader after the batch it gave last, worked on or not."""
+        self._is_reading_state = True
+        try:
+            return loader.state_dict()
+        finally:
+            self._is_reading_state = False
+
+    def loader_state(self, loader: EchoLoader) -> Any:
+        """The state of a loader to continue from, with or without echoes."""
+        place = self._place()
+        states = [] if place is None else place.loader_states()
+        number = self._members.index(loader) if loader in self._members else 0
+        return states[number] if number < len(states) else self.read_state(loader.loader)
+
+    @property
+    def num_loaders(self) -> int:
+        """Loaders of this epoch."""
+        return len(self._members)
+
+    @property
+    def mean_factor(self) -> float:
+        """How often a batch is used: as given, or on average over the latest ones."""
+        passes_now = 1 if self.latest is None else self.latest.pass_index + 1
+        return self.rule.factor if isinstance(self.rule, FixedEcho) else self.trace.mean_factor(passes_now)
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a place inside an epoch was loaded and not begun from yet."""
+        return self._saved is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands, and how often each batch was used.
+
+        Returns:
+            Plain numbers and strings, and the states of the loaders; no place between epochs.
+        """
+        place = self._place()
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._current_epoch(),
+            "place": None if place is None else place.to_dict(),
+            "settings": [self._settings_of(member) for member in self._members],
+            "num_steps": self._num_processed(),
+            "extra_steps": self.extra_steps,
+            "trace": self.trace.to_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue another training; before any loader is wrapped.
+
+        Args:
+            state: From `state_dict`.
+
+        Raises:
+            ValueError: The state is of another version.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"the state has version {state.get('version')!r}; expected {_STATE_VERSION}.")
+        self.trace = EchoTrace(state["trace"])
+        if state["place"] is not None:
+            self._saved = SavedPlace(state, self.rule)
+            self.extra_steps = state["extra_steps"]
+            self.num_steps_before = state["num_steps"]
+
+    def _settings_of(self, wrapped: EchoLoader) -> list[Any]:
+        """What a place inside a batch depends on."""
+        return [self.rule.usual_passes, self.num_splits, wrapped.samples_per_batch]
+
+    def _continue_loader(self, wrapped: EchoLoader) -> None:
+        """Have a loader begin where the other training stopped."""
+        assert self._saved is not None
+        loader = wrapped.loader
+        state = self._saved.loader_states.pop(0) if self._saved.loader_states else None
+        if state is None or not hasattr(loader, "load_state_dict"):
+            warn_not_resumable(loader)
+            self._saved = self.num_steps_before = None
+            self.extra_steps = 0
+            return
+        loader.load_state_dict(state)
+        num_fetches = self._saved.piece.fetch
+        steps_done = getattr(getattr(loader, "position", None), "steps_done", num_fetches)
+        if self._settings_of(wrapped) not in self._saved.settings or steps_done != num_fetches:
+            # Other batches, or other passes over them: the batch that was worked on does not exist here.
+            self._saved.begin_batch(steps_done)
+            self.num_steps_before = self.num_usual_steps(steps_done, self.num_splits) + self.extra_steps

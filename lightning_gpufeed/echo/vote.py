@@ -1,0 +1,63 @@
+"""What several ranks agree on before a step, on the host."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import distributed
+
+__all__ = ["HostVote", "warn_uneven_ranks"]
+
+
+class HostVote:
+    """Lets all ranks act on the smallest of their numbers.
+
+    It has a process group of its own on the host's network (gloo), so that it neither waits for the device nor gets
+    between collectives of the training. Every rank has to vote at the same places.
+    """
+
+    def __init__(self) -> None:
+        """Join with all ranks of the default process group, if there are several: every rank has to call this."""
+        is_alone = (
+            not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+        )
+        self._group: Any = None if is_alone else distributed.new_group(backend="gloo")
+        self.num_votes = 0
+
+    @property
+    def rank(self) -> int:
+        """This process; 0 if it is alone."""
+        return 0 if self._group is None else distributed.get_rank()
+
+    def minimum(self, *numbers: int) -> list[int]:
+        """Smallest of each number over all ranks.
+
+        Args:
+            *numbers: Equally many on every rank.
+
+        Returns:
+            The same on every rank.
+        """
+        if self._group is None:
+            return list(numbers)
+        ballot = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        distributed.all_reduce(ballot, op=distributed.ReduceOp.MIN, group=self._group)
+        self.num_votes += 1
+        return [int(number) for number in ballot.tolist()]
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(self._group)
+        self._group = None
+
+
+def warn_uneven_ranks() -> None:
+    """Say that a batch is not used because another rank has none."""
+    warnings.warn(
+        "another rank has no batch left: the epoch ends here on all ranks, and a batch fetched on this one is not "
+        "used. Give every rank the same number of batches.",
+        stacklevel=2,
+    )
