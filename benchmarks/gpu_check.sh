@@ -20,5 +20,7 @@ echo "== tests marked gpu"
 timeout 150 "$PYTHON" -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu -q -rs || status=1
 
 echo "== feed to the device"
-timeout 120 "$PYTHON" benchmarks/gpu_feed.py ${OUT:+--json "$OUT/gpu_feed.json"} || status=1
+timeout 90 "$PYTHON" benchmarks/gpu_feed.py ${OUT:+--json "$OUT/gpu_feed.json"} || status=1
+echo "== BatchEcho on the device"
+timeout 60 "$PYTHON" benchmarks/gpu_echo.py ${OUT:+--json "$OUT/gpu_echo.json"} || status=1
 exit $status

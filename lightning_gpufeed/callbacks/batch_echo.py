@@ -23,6 +23,7 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     set_processed,
     split_loaders,
     takes_iterator,
+    trains_uninterrupted,
 )
 from lightning_gpufeed.device.marks import StepClock
 from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho
@@ -195,9 +196,9 @@ class BatchEcho(Callback):
 
         def process_dataloader(loader: object) -> object:
             loader = own_process(loader)
-            return (
-                session.wrap(loader, can_read_ahead=None if self.read_ahead else False) if trainer.training else loader
-            )
+            if not trainer.training:
+                return loader
+            return session.wrap(loader, can_read_ahead=self.read_ahead, is_uninterrupted=trains_uninterrupted(trainer))
 
         def is_repeat() -> bool:
             armed[:] = [session.arm()] if trainer.training else []

@@ -36,6 +36,7 @@ __all__ = [
     "set_processed",
     "split_loaders",
     "takes_iterator",
+    "trains_uninterrupted",
 ]
 
 
@@ -88,6 +89,14 @@ def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
 def takes_iterator(module: LightningModule) -> bool:
     """Whether `training_step` fetches its batches by itself."""
     return bool(is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))
+
+
+def trains_uninterrupted(trainer: Trainer) -> bool:
+    """Whether epochs are taken to their end, and validation comes only after it."""
+    limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+    is_whole = limit is None or (isinstance(limit, float) and limit == 1.0)
+    is_after = trainer._val_check_time_interval is None and isinstance(interval, float) and interval == 1.0
+    return is_whole and (is_after or trainer.limit_val_batches == 0)
 
 
 def split_loaders(trainer: Trainer, batch: Any, num_loaders: int) -> list[Any]:

@@ -2,31 +2,21 @@
 
 ::
 
-    first batch       in the caller's thread, watching the random generators (once per loader)
-        untouched,    from here on in a thread, one batch ahead
-        or one seed
-            drawn from    watch the second batch too: what shuffles may draw more than a seed in the beginning
-            again     stays in the caller's thread: two threads drawing from one generator give another
-                      sequence in every run
-    an iterable of    watch the second batch too: it may fill the same tensors again, then it
-    unknown kind      stays in the caller's thread
-    loader.is_ready   the loader reads ahead by itself and says so: no thread
+    caller    take 0 | steps on 0 .......... | take 1 | steps on 1 .......... | take 2
+    thread           | fetch 1 ...... |      | fetch 2 ...... |               |
+                                      ^ ready                 ^ ready
+
+A loader that says by itself whether its next batch is ready (`loader.is_ready`) reads ahead by itself: no thread.
 """
 
 from __future__ import annotations
 
-import random
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, default_collate, default_convert
-
 from lightning_gpufeed.device.feed import Feed
-from lightning_gpufeed.device.samples import tensor_addresses
+from lightning_gpufeed.echo.trial import GeneratorStates, ReadAheadTrial
 
 __all__ = ["BatchFetcher", "FetchTimes"]
 
@@ -118,8 +108,7 @@ class BatchFetcher:
         iterator: Iterator[Any],
         read_state: Callable[[], Any],
         times: FetchTimes,
-        *,
-        can_read_ahead: bool | None,
+        trial: ReadAheadTrial,
     ) -> None:
         """Nothing is fetched yet.
 
@@ -128,7 +117,7 @@ class BatchFetcher:
             iterator: An iteration that was just begun.
             read_state: Gives the loader's state; called right after each batch, in the thread that fetched it.
             times: Where the cost of fetching is noted.
-            can_read_ahead: Whether a thread may fetch; None finds out with the first batches.
+            trial: Knows, or finds out, whether a thread may fetch.
         """
         self._own_is_ready: Callable[[], bool] | None = getattr(loader, "is_ready", None)
         self._name = type(loader).__name__
@@ -138,11 +127,7 @@ class BatchFetcher:
         self._times = times
         self._feed: Feed[_Fetched] | None = None
         self._num_taken = 0
-        self.can_read_ahead = False if self._own_is_ready is not None else can_read_ahead
-        self._makes_new_tensors = isinstance(loader, DataLoader) and (
-            self._has_workers or loader.collate_fn in (default_collate, default_convert)
-        )
-        self._first_batch: Any = None
+        self._trial = trial
         self.state_before: Any = None
         self.state: Any = None
 
@@ -159,59 +144,37 @@ class BatchFetcher:
         begin = time.perf_counter()
         if self._feed is not None:
             fetched = next(self._feed)
-        elif self.can_read_ahead is None:
-            fetched = self._watched()
         else:
-            fetched = self._source()
+            self._trial.wants_next()
+            fetched = self._fetch_watched() if self._trial.verdict is None else self._source()
         self._times.wait_seconds += time.perf_counter() - begin
         self._num_taken += 1
         self.state = fetched.state
         # The first batch also pays for starting the loader.
         if self._num_taken > 1:
             self._times.add(fetched.call_seconds, fetched.idle_seconds, self._has_workers)
-        if self.can_read_ahead and self._feed is None:
-            # Torch's number of threads is left as it is: sums must round as they do without this thread.
-            self._feed = Feed(self._source, None, num_slots=1, is_single_threaded=False)
+        self._read_ahead_if_allowed()
         return fetched.batch
 
-    def _watched(self) -> _Fetched:
-        """Fetch, and see whether that may happen in a thread while the batch before is trained on."""
-        before = _generator_states()
+    def _fetch_watched(self) -> _Fetched:
+        before = GeneratorStates.now()
         fetched = self._source()
-        after = _generator_states()
-        is_drawing = after not in (before, _after_one_seed(before))
-        if self._num_taken == 0:
-            # Kept, so that an address that comes again means the same memory.
-            self._first_batch = fetched.batch
-            self.can_read_ahead = None if is_drawing or not self._makes_new_tensors else True
-            return fetched
-        shared = tensor_addresses(self._first_batch) & tensor_addresses(fetched.batch)
-        self._first_batch = None
-        self.can_read_ahead = not is_drawing and not shared
-        if is_drawing:
-            self._warn_of_turns(
-                "draws random numbers in the training process, so reading ahead in a thread would change them from run "
-                "to run",
-                "num_workers=1 or more cures that.",
-            )
-        elif shared:
-            self._warn_of_turns(
-                "gives every batch in the same memory, so reading ahead would overwrite the one in use",
-                "New tensors for each batch cure that.",
-            )
+        self._trial.fetched(fetched.batch, before, GeneratorStates.now())
         return fetched
 
-    def _warn_of_turns(self, reason: str, cure: str) -> None:
-        warnings.warn(
-            f"{self._name} {reason}: batches are fetched in turn, and are never used again because of waiting. {cure}",
-            stacklevel=2,
-        )
+    def _read_ahead_if_allowed(self) -> None:
+        if self._trial.verdict and self._feed is None:
+            # Torch's number of threads is left as it is: sums must round as they do without this thread.
+            self._feed = Feed(self._source, None, num_slots=1, is_single_threaded=False)
 
     def is_ready(self) -> bool:
         """Whether `take` would not wait. True where nobody reads ahead, so that asking never delays a batch."""
-        if self._feed is not None:
-            return self._feed.is_ready()
-        return self._own_is_ready() if self._own_is_ready is not None else True
+        if self._own_is_ready is not None:
+            return self._own_is_ready()
+        if self._feed is None:
+            self._trial.wants_next()
+            self._read_ahead_if_allowed()
+        return self._feed is None or self._feed.is_ready()
 
     def seconds_to_go(self) -> float:
         """How long the batch in the making still takes, judging by the ones before. Zero if it is overdue."""
@@ -223,17 +186,3 @@ class BatchFetcher:
         """End the thread. A batch in the making is waited for, but not forever."""
         if self._feed is not None:
             self._feed.close(_JOIN_SECONDS)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    """States of the generators that all threads of a process share; torch's first."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
-
-
-def _after_one_seed(states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The states after a sampler has drawn the seed of its own generator, as torch's does when an epoch begins."""
-    generator = torch.Generator()
-    generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
-    return bytes(generator.get_state().numpy()), *states[1:]

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_gpufeed.device.samples import BatchForm, count_samples
 from lightning_gpufeed.echo.cache import form_or_none
 from lightning_gpufeed.echo.fetcher import BatchFetcher
+from lightning_gpufeed.echo.trial import ReadAheadTrial
 
 if TYPE_CHECKING:
     from lightning_gpufeed.echo.session import EchoSession
@@ -40,13 +41,16 @@ class EchoLoader:
         form: How samples lie in the batches it gives, None while that is not known.
     """
 
-    def __init__(self, loader: Any, session: EchoSession, *, can_read_ahead: bool | None = None) -> None:
+    def __init__(
+        self, loader: Any, session: EchoSession, *, can_read_ahead: bool = True, is_uninterrupted: bool = True
+    ) -> None:
         """Wrap a loader.
 
         Args:
             loader: Any iterable over batches.
             session: Decides what each step is.
-            can_read_ahead: Whether a thread may fetch; None finds out.
+            can_read_ahead: Whether a thread may fetch, if the loader allows it.
+            is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
 
         Raises:
             ValueError: The session cuts batches into more pieces than they have samples.
@@ -56,7 +60,9 @@ class EchoLoader:
         self.is_exhausted = False
         self.form: BatchForm | None = None
         self._session = session
-        self._can_read_ahead = can_read_ahead
+        self._trial = ReadAheadTrial(loader, is_uninterrupted=is_uninterrupted)
+        if not can_read_ahead or hasattr(loader, "is_ready"):
+            self._trial.verdict = False
         self._fetcher: BatchFetcher | None = None
         batch_size = self.samples_per_batch
         if batch_size is not None and session.num_splits > batch_size:
@@ -182,8 +188,6 @@ class EchoLoader:
         self._session.enrol(self)
         self.is_exhausted = False
         if self._fetcher is None or not hasattr(self.loader, "__next__"):
-            if self._fetcher is not None:
-                self._can_read_ahead = self._fetcher.can_read_ahead
             # A thread that fetches from the iteration before would be in the way of the new one.
             self.close()
             self._fetcher = BatchFetcher(
@@ -191,7 +195,7 @@ class EchoLoader:
                 iter(self.loader),
                 self.read_state,
                 self._session.measures.times,
-                can_read_ahead=self._can_read_ahead,
+                self._trial,
             )
         # Else the loader is its own iterator and goes on where it is: a batch read ahead must not be lost.
         return _EchoIteration(self, self._session, self._fetcher)
@@ -214,7 +218,9 @@ class _StatefulEchoLoader(EchoLoader):
         return self._session.read_state(self.loader)
 
 
-def echo_loader(loader: Any, session: EchoSession, *, can_read_ahead: bool | None = None) -> EchoLoader:
+def echo_loader(
+    loader: Any, session: EchoSession, *, can_read_ahead: bool = True, is_uninterrupted: bool = True
+) -> EchoLoader:
     """Wrap a loader; the result has `state_dict` and `load_state_dict` if the loader has both.
 
     Args:
@@ -229,7 +235,8 @@ def echo_loader(loader: Any, session: EchoSession, *, can_read_ahead: bool | Non
         ValueError: The session cuts batches into more pieces than they have samples.
     """
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (_StatefulEchoLoader if is_stateful else EchoLoader)(loader, session, can_read_ahead=can_read_ahead)
+    kind = _StatefulEchoLoader if is_stateful else EchoLoader
+    return kind(loader, session, can_read_ahead=can_read_ahead, is_uninterrupted=is_uninterrupted)
 
 
 class _EchoIteration:

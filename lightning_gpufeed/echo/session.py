@@ -89,12 +89,13 @@ class EchoSession:
 
     # The loaders' side -----------------------------------------------------------------------------------
 
-    def wrap(self, loader: Any, *, can_read_ahead: bool | None = None) -> EchoLoader:
+    def wrap(self, loader: Any, *, can_read_ahead: bool = True, is_uninterrupted: bool = True) -> EchoLoader:
         """Make a loader one of this session; it continues where a loaded state says.
 
         Args:
             loader: Any iterable over batches.
-            can_read_ahead: Whether a thread may fetch; None finds out.
+            can_read_ahead: Whether a thread may fetch, if the loader allows it.
+            is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
 
         Returns:
             What to iterate over in its place.
@@ -102,7 +103,7 @@ class EchoSession:
         Raises:
             ValueError: `num_splits` is more than its batch size.
         """
-        wrapped = echo_loader(loader, self, can_read_ahead=can_read_ahead)
+        wrapped = echo_loader(loader, self, can_read_ahead=can_read_ahead, is_uninterrupted=is_uninterrupted)
         if hasattr(loader, "is_latest_in_work"):
             loader.is_latest_in_work = self._is_latest_in_work
         self._wrapped.append(wrapped)
