@@ -8,6 +8,7 @@ name                                        what for
 fit_loop.epoch_loop.batch_progress          how many steps of the epoch are done
 fit_loop.max_batches                        `trainer.num_training_batches`
 fit_loop._combined_loader._limits, _spec    the limit of each loader; how several loaders' batches are joined
+_val_check_time_interval                    whether validation comes by the clock
 fit_loop._data_fetcher.length               when a batch is the last one
 epoch_loop.update_lr_schedulers,            the schedule goes by fresh batches when the number of echoes is
 _update_learning_rates                      not known beforehand
@@ -94,8 +95,9 @@ def takes_iterator(module: LightningModule) -> bool:
 def trains_uninterrupted(trainer: Trainer) -> bool:
     """Whether epochs are taken to their end, and validation comes only after it."""
     limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+    is_by_time = getattr(trainer, "_val_check_time_interval", None) is not None
     is_whole = limit is None or (isinstance(limit, float) and limit == 1.0)
-    is_after = trainer._val_check_time_interval is None and isinstance(interval, float) and interval == 1.0
+    is_after = not is_by_time and isinstance(interval, float) and interval == 1.0
     return is_whole and (is_after or trainer.limit_val_batches == 0)
 
 

@@ -226,7 +226,8 @@ def echo_loader(
     Args:
         loader: Any iterable over batches.
         session: Decides what each step is.
-        can_read_ahead: Whether a thread may fetch; None finds out.
+        can_read_ahead: Whether a thread may fetch, if the loader allows it.
+        is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
 
     Returns:
         The wrapped loader.

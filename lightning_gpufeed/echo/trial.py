@@ -6,9 +6,9 @@
     steps on it                                do the steps draw from the same ones?
     fetch 1          only if still open        does the loader draw again? does it fill the same tensors again?
 
-A thread may fetch if nothing is changed by when it does: two threads that draw from one generator get other numbers in
-every run, and a tensor that is filled again must not be in use. Shuffling, which draws one seed when an epoch begins, is
-no hindrance: the first batch is always fetched in the caller's thread.
+A thread may fetch if it does not matter when it does: two threads that draw from one generator get other numbers in
+every run, and a tensor that is filled again must not be in use. Shuffling, which draws one seed when an epoch begins,
+is no hindrance: the first batch is always fetched in the caller's thread.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class ReadAheadTrial:
         self.verdict = not is_shared and not self._conflicts
         if self._conflicts:
             self._warn(
-                f"draws random numbers ({', '.join(sorted(drawn))}) in the training process, as what runs in between "
-                f"does: read ahead in a thread, they would be others in every run",
+                f"draws random numbers ({', '.join(sorted(drawn))}) in the training process, and so does, or may, "
+                f"what runs in between: read ahead in a thread, they would be others in every run",
                 "num_workers=1 or more cures that.",
             )
         elif is_shared:
