@@ -177,10 +177,16 @@ class BatchEcho(Callback):
             vote=self._vote,
             current_epoch=lambda: trainer.current_epoch,
             num_processed=lambda: num_processed(trainer),
+            is_epoch_over=lambda: num_processed(trainer) >= trainer.num_training_batches,
             on_length_change=lambda num_steps: lengthen_epoch(trainer, num_steps),
             clock=StepClock(trainer.strategy.root_device),
         )
         self._stand_in(trainer, pl_module, self._session)
+
+    def _max_fetches(self, limit: float | int | None) -> int | None:
+        """Batches that an epoch takes at most, as far as an absolute limit of its steps says that."""
+        steps_per_fetch = self.num_splits * (1 if self._is_auto else int(self.echo_factor))
+        return math.ceil(limit / steps_per_fetch) if isinstance(limit, int) and not isinstance(limit, bool) else None
 
     def _rule(self) -> EchoRule:
         if not self._is_auto:
@@ -198,7 +204,12 @@ class BatchEcho(Callback):
             loader = own_process(loader)
             if not trainer.training:
                 return loader
-            return session.wrap(loader, can_read_ahead=self.read_ahead, is_uninterrupted=trains_uninterrupted(trainer))
+            return session.wrap(
+                loader,
+                can_read_ahead=self.read_ahead,
+                is_uninterrupted=trains_uninterrupted(trainer),
+                max_fetches=self._max_fetches(trainer.limit_train_batches),
+            )
 
         def is_repeat() -> bool:
             armed[:] = [session.arm()] if trainer.training else []
@@ -253,7 +264,6 @@ class BatchEcho(Callback):
             return
         if session.num_steps_before is not None:
             set_processed(trainer, session.num_steps_before)
-            session.num_steps_before = None
         if self.scale_lr == "inverse":
             for optimizer in trainer.optimizers:
                 self._undo.append(ScaledRate(optimizer, lambda: 1.0 / session.mean_factor).remove)

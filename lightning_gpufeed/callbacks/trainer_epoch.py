@@ -72,10 +72,12 @@ def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
     combined, fetcher = loop._combined_loader, loop._data_fetcher
     if combined is None or fetcher is None or fetcher.length is None:
         return
-    if isinstance(trainer.limit_train_batches, float) and combined._limits is not None:
-        # A share of an epoch is a share of its fresh batches. An absolute limit stays what it is.
-        for number, limit in enumerate(combined._limits):
-            combined._limits[number] = limit + num_steps
+    limits = combined._limits or []
+    for number, limit in enumerate(limits):
+        # A share of an epoch is a share of its fresh batches. An absolute limit is a number of steps.
+        absolute = trainer.limit_train_batches
+        is_share = not isinstance(absolute, int)
+        limits[number] = limit + num_steps if is_share else min(absolute, len(combined.flattened[number]))
     fetcher.length = len(combined)
     loop.max_batches = fetcher.length
     if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ __all__ = [
     "has_host_items",
     "take_samples",
     "tensor_addresses",
+    "walk",
 ]
 
 BatchForm = Literal["rows", "fields", "items"]
@@ -38,7 +40,7 @@ def batch_form(batch: Any, expected: int | None = None) -> BatchForm:
 
     Args:
         batch: A nested batch.
-        expected: How many samples it should have, if that is known; it decides where several forms are possible.
+        expected: How many samples a full one has, if that is known; it decides where several forms are possible.
 
     Returns:
         "rows", "fields" or "items"; see the module's drawing.
@@ -47,23 +49,28 @@ def batch_form(batch: Any, expected: int | None = None) -> BatchForm:
         ValueError: The samples cannot be told apart, or in more than one way.
     """
     _refuse_unknown(batch)
-    lengths: dict[BatchForm, int | None] = {
-        "rows": _common_rows(batch),
-        "fields": _common_length(batch),
-        "items": len(batch) if _is_sequence(batch) else None,
-    }
-    fitting = [form for form, length in lengths.items() if length is not None and length == expected]
-    # [x, y] of tensors is the usual batch; a list of tuples may be one too, or a list of samples.
-    is_nested = _is_sequence(batch) and any(_is_container(part) for part in batch)
-    if "rows" in (fitting or [form for form, length in lengths.items() if length is not None]):
-        if not is_nested or fitting == ["rows"]:
+    rows, is_nested = _common_rows(batch), _holds_lists_of_tensors(batch)
+    if rows is not None and not is_nested:
+        # [x, y] is the usual batch; only tensors of one shape could be a list of samples as well.
+        is_alike = _is_sequence(batch) and len(batch) > 1 and len({_shape(part) for part in batch}) == 1
+        may_be_items = is_alike and (expected is None or len(batch) == expected)
+        if not may_be_items and (expected is None or rows <= expected):
             return "rows"
-    elif fitting:
-        return fitting[0]
-    elif lengths["fields"] is not None:
-        return "fields"
-    elif lengths["items"] is not None and (is_nested or _has_tensors(batch)):
-        return "items"
+        if may_be_items and expected is not None and rows != expected:
+            return "items"
+    else:
+        lengths: dict[BatchForm, int | None] = {
+            "rows": rows,
+            "fields": _common_length(batch),
+            "items": len(batch) if _is_sequence(batch) and (expected is not None or _has_tensors(batch)) else None,
+        }
+        possible = [form for form, length in lengths.items() if length]
+        if expected is not None:
+            # Of forms that fit, none may be guessed; a batch that is not full fits too, if nothing else could be meant.
+            fitting = [form for form in possible if lengths[form] == expected]
+            possible = fitting or [form for form in possible if not is_nested and (lengths[form] or 0) < expected]
+        if len(possible) == 1:
+            return possible[0]
     raise ValueError(
         f"the samples of this batch cannot be told apart: {_describe(batch)}. Expected tensors whose first dimension "
         f"counts the samples{'' if expected is None else f' (batch_size {expected})'}, or lists with one entry each."
@@ -93,9 +100,12 @@ def count_samples(batch: Any, form: BatchForm) -> int:
 
 
 def has_host_items(batch: Any, form: BatchForm) -> bool:
-    """Whether taking samples needs their numbers on the host: for lists and arrays, which no device indexes."""
-    return form != "rows" or any(
-        isinstance(node, np.ndarray) or _is_list_of_items(node, count_samples(batch, form)) for node in _nodes(batch)
+    """Whether taking samples needs their numbers on the host: for lists, arrays, and tensors that stayed there."""
+    devices = {node.device for node in walk(batch) if isinstance(node, torch.Tensor) and node.ndim}
+    return (
+        form != "rows"
+        or len(devices) > 1
+        or any(isinstance(node, np.ndarray) or _is_list_of_items(node, _common_rows(batch)) for node in walk(batch))
     )
 
 
@@ -105,7 +115,7 @@ def take_samples(batch: Any, form: BatchForm, index: torch.Tensor, host_index: l
     Args:
         batch: A nested batch.
         form: From `batch_form`.
-        index: int64 (n,): which samples, on the device of the tensors.
+        index: int64 (n,): which samples, on the device of the tensors; on the host if they are on several.
         host_index: The same numbers; needed if `has_host_items`.
 
     Returns:
@@ -121,7 +131,7 @@ def take_samples(batch: Any, form: BatchForm, index: torch.Tensor, host_index: l
 
 def _take_rows(node: Any, num_samples: int, index: torch.Tensor, host_index: list[int] | None) -> Any:
     if isinstance(node, torch.Tensor):
-        return _rows(node, index) if node.ndim else node.clone()
+        return _rows(node, index.to(node.device, non_blocking=True)) if node.ndim else node.clone()
     if isinstance(node, np.ndarray):
         return node[host_index] if node.ndim else node.copy()
     if _is_list_of_items(node, num_samples):
@@ -135,11 +145,14 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of a tensor in its memory format."""
     for number_of_dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         is_channels_last = tensor.ndim == number_of_dimensions and not tensor.is_contiguous()
-        if is_channels_last and tensor.is_contiguous(memory_format=memory_format):
+        if is_channels_last and not tensor.requires_grad and tensor.is_contiguous(memory_format=memory_format):
             shape = (len(index), *tensor.shape[1:])
             out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
             return torch.index_select(tensor, 0, index, out=out)
-    return tensor.index_select(0, index)
+    try:
+        return tensor.index_select(0, index)
+    except NotImplementedError:  # a few unsigned types, on some devices
+        return tensor[index]
 
 
 def copy_batch(batch: Any) -> Any:
@@ -163,8 +176,8 @@ def copy_batch(batch: Any) -> Any:
 
 def tensor_addresses(batch: Any) -> set[int]:
     """Where the data of the tensors and arrays of a batch begin in memory; empty ones have no place."""
-    tensors = {node.data_ptr() for node in _nodes(batch) if isinstance(node, torch.Tensor) and node.numel()}
-    return tensors | {node.ctypes.data for node in _nodes(batch) if isinstance(node, np.ndarray) and node.size}
+    tensors = {node.data_ptr() for node in walk(batch) if isinstance(node, torch.Tensor) and node.numel()}
+    return tensors | {node.ctypes.data for node in walk(batch) if isinstance(node, np.ndarray) and node.size}
 
 
 # The kinds of containers ----------------------------------------------------------------------------------
@@ -198,12 +211,14 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
 
 def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     """A container like this one with every part changed."""
-    if isinstance(node, Mapping):
+    if isinstance(node, dict | UserDict):
         # A copy keeps what a plain dict would lose: a default factory, attributes of a subclass.
         changed = copy.copy(node)
         for key, value in node.items():
-            changed[key] = change(value)  # type: ignore[index]
+            changed[key] = change(value)
         return changed
+    if isinstance(node, Mapping):
+        return _rebuilt(node, {key: change(value) for key, value in node.items()})
     if _is_record(node):
         changed = copy.copy(node)
         for field in dataclasses.fields(node):
@@ -212,25 +227,46 @@ def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     return _like(node, [change(part) for part in node])
 
 
+def _rebuilt(node: Any, parts: dict[Any, Any]) -> Any:
+    """A mapping of the same type, as only it knows where it keeps its entries."""
+    try:
+        return type(node)(parts)
+    except TypeError as error:
+        raise ValueError(
+            f"a {type(node).__name__} cannot be made of a dict ({error}); use a dict in its place."
+        ) from error
+
+
 def _like(node: Any, parts: list[Any]) -> Any:
     return node._make(parts) if _is_named_tuple(node) else type(node)(parts)
 
 
-def _nodes(node: Any) -> Iterator[Any]:
-    """The node and all below it."""
+def walk(node: Any) -> Iterator[Any]:
+    """The node and all below it: containers and what they hold."""
     yield node
     if _is_container(node):
         for _, part in _parts(node):
-            yield from _nodes(part)
+            yield from walk(part)
 
 
 def _has_tensors(node: Any) -> bool:
-    return any(isinstance(part, torch.Tensor | np.ndarray) for part in _nodes(node))
+    return any(isinstance(part, torch.Tensor | np.ndarray) for part in walk(node))
 
 
-def _is_list_of_items(node: Any, num_samples: int) -> bool:
-    """A list with something for each sample that is no tensor: names, metadata."""
-    return _is_sequence(node) and len(node) == num_samples and not _has_tensors(node)
+def _is_list_of_items(node: Any, num_samples: int | None) -> bool:
+    """A list with something for each sample that is no tensor: names, metadata. A tuple of numbers is a shape."""
+    if not _is_sequence(node) or len(node) != num_samples or _has_tensors(node):
+        return False
+    return not (isinstance(node, tuple) and all(isinstance(part, int | float) for part in node))
+
+
+def _holds_lists_of_tensors(batch: Any) -> bool:
+    """Whether there is a list with tensors anywhere below the top, which may be a list of samples."""
+    return any(node is not batch and _is_sequence(node) and _has_tensors(node) for node in walk(batch))
+
+
+def _shape(node: Any) -> Any:
+    return tuple(node.shape) if isinstance(node, torch.Tensor | np.ndarray) else type(node)
 
 
 # How many samples -----------------------------------------------------------------------------------------
@@ -238,7 +274,7 @@ def _is_list_of_items(node: Any, num_samples: int) -> bool:
 
 def _common_rows(batch: Any) -> int | None:
     """Length of all tensors and arrays, if they have one in common."""
-    lengths = {len(node) for node in _nodes(batch) if isinstance(node, torch.Tensor | np.ndarray) and node.ndim}
+    lengths = {len(node) for node in walk(batch) if isinstance(node, torch.Tensor | np.ndarray) and node.ndim}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -253,7 +289,7 @@ def _common_length(batch: Any) -> int | None:
 
 def _refuse_unknown(batch: Any) -> None:
     """What can be moved to a device but not looked into, or whose rows are not samples."""
-    for node in _nodes(batch):
+    for node in walk(batch):
         is_opaque = not _is_container(node) and not isinstance(node, torch.Tensor) and hasattr(node, "to")
         if is_opaque or isinstance(node, torch.nn.utils.rnn.PackedSequence):
             raise ValueError(f"the samples of a {type(node).__module__}.{type(node).__name__} cannot be told apart.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from lightning_gpufeed.device.samples import walk
 
 __all__ = ["device_of"]
 
@@ -14,10 +15,9 @@ def device_of(batch: Any) -> torch.device:
     """Device of the first tensor in a batch.
 
     Args:
-        batch: A tensor, or a dict, tuple or list of what may be tensors.
+        batch: Anything that may hold tensors, nested in any way.
 
     Returns:
         Its device; the CPU if there is no tensor.
     """
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
-    return next((part.device for part in parts if isinstance(part, torch.Tensor)), torch.device("cpu"))
+    return next((part.device for part in walk(batch) if isinstance(part, torch.Tensor)), torch.device("cpu"))

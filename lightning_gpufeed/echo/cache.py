@@ -79,10 +79,7 @@ class CachedBatch:
         assert self._order is not None
         first, stop = piece_bounds(self._num_samples, num_pieces, piece.piece_index)
         index = self._order[first:stop]
-        if not self._is_on_host:
-            return take_samples(self._batch, self._form, index)
-        device = device_of(self._batch)
-        return take_samples(self._batch, self._form, index.to(device, non_blocking=True), index.tolist())
+        return take_samples(self._batch, self._form, index, index.tolist() if self._is_on_host else None)
 
     def _permutation(self, pass_index: int) -> torch.Tensor:
         device = torch.device("cpu") if self._is_on_host else device_of(self._batch)

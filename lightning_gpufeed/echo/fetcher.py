@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_gpufeed.device.feed import Feed
+from lightning_gpufeed.echo.position import Ending
 from lightning_gpufeed.echo.trial import GeneratorStates, ReadAheadTrial
 
 __all__ = ["BatchFetcher", "FetchTimes"]
@@ -85,6 +86,10 @@ class _Source:
         self._latest = 0.0
         self.begun = 0.0
 
+    def begin_again(self, loader: Any) -> None:
+        """Begin another iteration."""
+        self._iterator = iter(loader)
+
     def __call__(self, number: int = 0) -> _Fetched:
         begin = self.begun = time.perf_counter()
         batch = next(self._iterator)
@@ -105,24 +110,31 @@ class BatchFetcher:
     def __init__(
         self,
         loader: Any,
-        iterator: Iterator[Any],
         read_state: Callable[[], Any],
         times: FetchTimes,
         trial: ReadAheadTrial,
+        *,
+        max_batches: int | None = None,
+        begin_after: Ending | None = None,
     ) -> None:
-        """Nothing is fetched yet.
+        """Begin an iteration; nothing is fetched yet.
 
         Args:
-            loader: What the iterator is of.
-            iterator: An iteration that was just begun.
+            loader: What to iterate over.
             read_state: Gives the loader's state; called right after each batch, in the thread that fetched it.
             times: Where the cost of fetching is noted.
             trial: Knows, or finds out, whether a thread may fetch.
+            max_batches: How many batches will be taken at most. A thread asks for no more: asking may change the
+                loader. None if that is not known.
+            begin_after: The loader was given its state at the end of another epoch, and this one comes after it.
         """
         self._own_is_ready: Callable[[], bool] | None = getattr(loader, "is_ready", None)
         self._name = type(loader).__name__
         self._has_workers = self._own_is_ready is not None or bool(getattr(loader, "num_workers", 0))
-        self._source = _Source(iterator, read_state)
+        self._loader = loader
+        self._source = _Source(iter(loader), read_state)
+        self._max_batches = max_batches
+        self._begin_after = begin_after
         self._read_state = read_state
         self._times = times
         self._feed: Feed[_Fetched] | None = None
@@ -146,7 +158,7 @@ class BatchFetcher:
             fetched = next(self._feed)
         else:
             self._trial.wants_next()
-            fetched = self._fetch_watched() if self._trial.verdict is None else self._source()
+            fetched = self._fetch_watched() if self._trial.verdict is None else self._fetch()
         self._times.wait_seconds += time.perf_counter() - begin
         self._num_taken += 1
         self.state = fetched.state
@@ -158,14 +170,28 @@ class BatchFetcher:
 
     def _fetch_watched(self) -> _Fetched:
         before = GeneratorStates.now()
-        fetched = self._source()
+        fetched = self._fetch()
         self._trial.fetched(fetched.batch, before, GeneratorStates.now())
         return fetched
+
+    def _fetch(self) -> _Fetched:
+        begin_after, self._begin_after = self._begin_after, None
+        if begin_after is not None and not begin_after.is_at_end:
+            self._source.begin_again(self._loader)
+        try:
+            return self._source()
+        except StopIteration:
+            if begin_after is None or not begin_after.is_at_end:
+                raise
+        # The loader has finished what was left of the other epoch: nothing. Others begin a new one by themselves.
+        self._source.begin_again(self._loader)
+        return self._source()
 
     def _read_ahead_if_allowed(self) -> None:
         if self._trial.verdict and self._feed is None:
             # Torch's number of threads is left as it is: sums must round as they do without this thread.
-            self._feed = Feed(self._source, None, num_slots=1, is_single_threaded=False)
+            num_left = None if self._max_batches is None else max(0, self._max_batches - self._num_taken)
+            self._feed = Feed(self._source, num_left, num_slots=1, is_single_threaded=False)
 
     def is_ready(self) -> bool:
         """Whether `take` would not wait. True where nobody reads ahead, so that asking never delays a batch."""

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_gpufeed.device.samples import BatchForm, count_samples
 from lightning_gpufeed.echo.cache import form_or_none
 from lightning_gpufeed.echo.fetcher import BatchFetcher
+from lightning_gpufeed.echo.position import Ending
 from lightning_gpufeed.echo.trial import ReadAheadTrial
 
 if TYPE_CHECKING:
@@ -38,11 +39,18 @@ class EchoLoader:
         loader: The loader.
         num_yielded: Items given in this epoch.
         is_exhausted: Whether the loader had no batch left.
+        begin_after: How far another training had used it; the next iteration is the epoch after that one.
         form: How samples lie in the batches it gives, None while that is not known.
     """
 
     def __init__(
-        self, loader: Any, session: EchoSession, *, can_read_ahead: bool = True, is_uninterrupted: bool = True
+        self,
+        loader: Any,
+        session: EchoSession,
+        *,
+        can_read_ahead: bool = True,
+        is_uninterrupted: bool = True,
+        max_fetches: int | None = None,
     ) -> None:
         """Wrap a loader.
 
@@ -51,6 +59,7 @@ class EchoLoader:
             session: Decides what each step is.
             can_read_ahead: Whether a thread may fetch, if the loader allows it.
             is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
+            max_fetches: Batches that an epoch takes at most; None if that is not known.
 
         Raises:
             ValueError: The session cuts batches into more pieces than they have samples.
@@ -61,9 +70,13 @@ class EchoLoader:
         self.form: BatchForm | None = None
         self._session = session
         self._trial = ReadAheadTrial(loader, is_uninterrupted=is_uninterrupted)
-        if not can_read_ahead or hasattr(loader, "is_ready"):
+        # What is its own iterator may go on in the next epoch where this one left it: nothing may be taken too much.
+        is_stream = hasattr(loader, "__next__") and not is_uninterrupted
+        if not can_read_ahead or is_stream or hasattr(loader, "is_ready"):
             self._trial.verdict = False
         self._fetcher: BatchFetcher | None = None
+        self._max_fetches = max_fetches
+        self.begin_after: Ending | None = None
         batch_size = self.samples_per_batch
         if batch_size is not None and session.num_splits > batch_size:
             raise ValueError(
@@ -84,12 +97,22 @@ class EchoLoader:
         return batch_size if isinstance(batch_size, int) else None
 
     @property
+    def num_batches(self) -> int | None:
+        """Number of batches in an epoch; None if the loader does not know."""
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
     def has_length(self) -> bool:
         """Whether the loader knows its number of batches."""
-        try:
-            return len(self.loader) >= 0
-        except (TypeError, NotImplementedError):
-            return False
+        return self.num_batches is not None
+
+    @property
+    def settings(self) -> list[Any]:
+        """What a place inside one of its batches depends on."""
+        return [self._session.rule.usual_passes, self._session.num_splits, self.samples_per_batch]
 
     # What a Trainer sets on a loader must arrive there.
     @property
@@ -116,9 +139,21 @@ class EchoLoader:
             The number that is known now; it changes while batches are echoed by need.
         """
         num_batches = len(self.loader)
-        return self._session.num_usual_steps(num_batches, self.expected_pieces(num_batches - 1)) + (
-            self._session.extra_steps if num_batches else 0
-        )
+        return self.num_usual_steps(num_batches) + self._session.extra_steps if num_batches else 0
+
+    def num_usual_steps(self, num_fetches: int) -> int:
+        """Steps on the first batches of an epoch, as far as they are known when it begins.
+
+        Args:
+            num_fetches: How many batches.
+
+        Returns:
+            The number of steps.
+        """
+        num_pieces = self._session.num_splits * num_fetches
+        if num_fetches and num_fetches == self.num_batches:
+            num_pieces -= self._session.num_splits - self.expected_pieces(num_fetches - 1)
+        return self._session.rule.usual_passes * num_pieces
 
     def is_at_end(self, num_fetches: int) -> bool:
         """Whether an epoch has no batch left after so many."""
@@ -187,17 +222,18 @@ class EchoLoader:
         """
         self._session.enrol(self)
         self.is_exhausted = False
-        if self._fetcher is None or not hasattr(self.loader, "__next__"):
-            # A thread that fetches from the iteration before would be in the way of the new one.
-            self.close()
-            self._fetcher = BatchFetcher(
-                self.loader,
-                iter(self.loader),
-                self.read_state,
-                self._session.measures.times,
-                self._trial,
-            )
-        # Else the loader is its own iterator and goes on where it is: a batch read ahead must not be lost.
+        # A thread that fetches from the iteration before would be in the way of the new one.
+        self.close()
+        begin_after, self.begin_after = self.begin_after, None
+        limits = [limit for limit in (self._max_fetches, self.num_batches) if limit is not None]
+        self._fetcher = BatchFetcher(
+            self.loader,
+            self.read_state,
+            self._session.measures.times,
+            self._trial,
+            max_batches=min(limits) - self._session.first_fetch if limits else None,
+            begin_after=begin_after,
+        )
         return _EchoIteration(self, self._session, self._fetcher)
 
 
@@ -218,16 +254,13 @@ class _StatefulEchoLoader(EchoLoader):
         return self._session.read_state(self.loader)
 
 
-def echo_loader(
-    loader: Any, session: EchoSession, *, can_read_ahead: bool = True, is_uninterrupted: bool = True
-) -> EchoLoader:
+def echo_loader(loader: Any, session: EchoSession, **options: Any) -> EchoLoader:
     """Wrap a loader; the result has `state_dict` and `load_state_dict` if the loader has both.
 
     Args:
         loader: Any iterable over batches.
         session: Decides what each step is.
-        can_read_ahead: Whether a thread may fetch, if the loader allows it.
-        is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
+        **options: Of `EchoLoader`.
 
     Returns:
         The wrapped loader.
@@ -236,8 +269,7 @@ def echo_loader(
         ValueError: The session cuts batches into more pieces than they have samples.
     """
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    kind = _StatefulEchoLoader if is_stateful else EchoLoader
-    return kind(loader, session, can_read_ahead=can_read_ahead, is_uninterrupted=is_uninterrupted)
+    return (_StatefulEchoLoader if is_stateful else EchoLoader)(loader, session, **options)
 
 
 class _EchoIteration:

@@ -55,13 +55,35 @@ class EchoMeasures:
         """Begin a new epoch."""
         self.num_fetches = self.num_passes = self.num_steps = self.num_echo_steps = 0
         self.times.reset()
+        self.clock.reset()
 
     def count(self, piece: Piece) -> None:
-        """A step was handed out."""
-        self.num_steps += 1
-        self.num_echo_steps += piece.is_echo
-        self.num_fetches += piece.is_fetch
-        self.num_passes += piece.piece_index == 0
+        """A step begins."""
+        self.restore(self.counts(piece, sign=1))
+
+    def counts(self, piece: Piece | None = None, sign: int = -1) -> list[int]:
+        """The counts as numbers to save.
+
+        Args:
+            piece: A step to leave out, as it will be done again.
+            sign: 1 to add that step instead.
+
+        Returns:
+            `num_fetches`, `num_passes`, `num_steps` and `num_echo_steps`.
+        """
+        counts = [self.num_fetches, self.num_passes, self.num_steps, self.num_echo_steps]
+        if piece is None:
+            return counts
+        step = [piece.pass_index == piece.piece_index == 0, piece.piece_index == 0, True, piece.is_echo]
+        return [count + sign * one for count, one in zip(counts, step, strict=True)]
+
+    def restore(self, counts: Sequence[int]) -> None:
+        """Go on counting.
+
+        Args:
+            counts: From `counts`.
+        """
+        self.num_fetches, self.num_passes, self.num_steps, self.num_echo_steps = counts
 
     @property
     def pass_seconds(self) -> float:

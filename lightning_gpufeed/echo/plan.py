@@ -141,10 +141,18 @@ class ReplayedEcho:
     def wants_pass(self, epoch: int, fetch: int, passes_done: int) -> bool | None:
         """Whether a batch is used once more; None if that depends on the next one being ready."""
         passes = self.trace.passes_of(epoch, fetch)
-        return self.after.wants_pass(epoch, fetch, passes_done) if passes is None else passes_done < passes
+        if passes is not None and passes_done < passes:
+            return True
+        is_open = passes is None or self.trace.is_latest(epoch, fetch)
+        return self.after.wants_pass(epoch, fetch, passes_done) if is_open else False
 
 
 _RECENT = 100
+
+
+def _is_count(value: Any, smallest: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= smallest)
+
 
 EchoRule = FixedEcho | AdaptiveEcho | ReplayedEcho
 
@@ -169,13 +177,14 @@ class EchoTrace:
             ValueError: It is something else.
         """
         self._passes: dict[int, list[int]] = {}
-        try:
-            for epoch, numbers in dict(passes or {}).items():
-                self._passes[int(epoch)] = [int(number) for number in numbers]
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a trace is a dict of epoch -> passes over each batch; this is none: {passes!r}"
-            ) from error
+        for epoch, numbers in passes.items() if isinstance(passes, Mapping) else [(-1, passes)] if passes else []:
+            is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str | bytes)
+            if not _is_count(epoch, 0) or not is_list or not all(_is_count(number, 1) for number in numbers):
+                raise ValueError(
+                    f"a trace is a dict of epoch -> list of passes over each batch, such as {{0: [1, 3, 2]}}; "
+                    f"{passes!r} is none."
+                )
+            self._passes[int(epoch)] = [int(number) for number in numbers]
 
     def add(self, epoch: int, fetch: int, passes: int) -> None:
         """Note how often a batch was used. What was known of later batches of the epoch is forgotten.
@@ -196,21 +205,19 @@ class EchoTrace:
         passes = self._passes.get(epoch, [])
         return passes[fetch] if fetch < len(passes) else None
 
-    def mean_factor(self, passes_now: int) -> float:
-        """How often a batch is used, on average over the latest hundred.
-
-        Args:
-            passes_now: Passes begun over the batch at hand.
-
-        Returns:
-            At least 1.
-        """
-        passes = [passes_now]
+    @property
+    def mean_factor(self) -> float:
+        """How often a batch is used, on average over the latest hundred; 1 before the first."""
+        passes: list[int] = []
         for epoch in sorted(self._passes, reverse=True):
             passes += reversed(self._passes[epoch][-(_RECENT - len(passes)) :])
             if len(passes) >= _RECENT:
                 break
-        return sum(passes) / len(passes)
+        return sum(passes) / len(passes) if passes else 1.0
+
+    def is_latest(self, epoch: int, fetch: int) -> bool:
+        """Whether nothing is recorded after a batch, so that it may have been used more often."""
+        return bool(self._passes) and (epoch, fetch + 1) == (max(self._passes), len(self._passes.get(epoch, [])))
 
     def to_dict(self) -> dict[int, list[int]]:
         """Epoch -> passes over each of its batches.

@@ -1,4 +1,4 @@
-"""Where in an epoch a training stands, and where another one continues. Pure.
+"""Where in an epoch a training stands. Pure.
 
 ::
 
@@ -12,14 +12,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gpufeed.echo.plan import EchoRule, Piece
+from lightning_gpufeed.echo.plan import Piece
 
-__all__ = ["MANY", "Place", "Round", "SavedPlace", "warn_not_resumable"]
+__all__ = ["MANY", "Ending", "Place", "Round"]
 
 MANY = 2**62
 """No limit, as a number that ranks can vote on."""
@@ -45,6 +43,19 @@ class Round:
     smallest: int = MANY
     before: list[Any] = field(default_factory=list)
     after: list[Any] = field(default_factory=list)
+
+    def keep_states(self, number: int, num_loaders: int, before: Any, after: Any) -> None:
+        """Keep the states of one loader, with or without a batch left.
+
+        Args:
+            number: Which loader.
+            num_loaders: Of so many.
+            before: Before its batch.
+            after: After it.
+        """
+        self.before = self.before or [None] * num_loaders
+        self.after = self.after or [None] * num_loaders
+        self.before[number], self.after[number] = before, after
 
 
 @dataclass(frozen=True)
@@ -89,48 +100,14 @@ class Place:
         }
 
 
-class SavedPlace:
-    """A place of another training, to be continued under a rule that may be another one.
+@dataclass(frozen=True)
+class Ending:
+    """How far loaders were used when an epoch was over.
 
     Attributes:
-        piece: The first step to do.
-        needs_batch_again: Whether its batch is one that was fetched before.
-        num_counted: Passes over it that the length of the epoch counts.
-        loader_states: State of each loader to begin with.
-        settings: What the place depends on, of each loader.
+        states: State of each loader after its last batch that was used.
+        is_at_end: Whether they had no batch left; else the epoch was cut short.
     """
 
-    def __init__(self, state: Mapping[str, Any], rule: EchoRule) -> None:
-        """Decide what was left open.
-
-        Args:
-            state: With "place" from `Place.to_dict`, "epoch" and "settings".
-            rule: In force from now on. Where only the next batch being ready decides, a new batch is begun.
-        """
-        place, epoch = state["place"], state["epoch"]
-        self.settings: list[Any] = state["settings"]
-        self.piece = Piece(place["fetch"], place["pass_index"], place["piece_index"])
-        self.needs_batch_again: bool = place["needs_batch_again"]
-        if not place["is_decided"]:
-            self.needs_batch_again = rule.wants_pass(epoch, self.piece.fetch, self.piece.pass_index) is True
-            self.piece = self.piece if self.needs_batch_again else self.piece.next_fetch()
-        self.num_counted: int = place["num_counted"] if self.needs_batch_again else 0
-        self.loader_states: list[Any] = list(place["before"] if self.needs_batch_again else place["after"])
-
-    def begin_batch(self, fetch: int) -> None:
-        """Give up the place inside a batch: what is left of it can no longer be told.
-
-        Args:
-            fetch: Number of the first batch to come.
-        """
-        self.piece = Piece(fetch)
-        self.num_counted = 0
-
-
-def warn_not_resumable(loader: Any) -> None:
-    """Say that a loader cannot go on where a run was saved."""
-    warnings.warn(
-        f"the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and load_state_dict to "
-        f"continue with: the rest of this epoch uses its first batches again.",
-        stacklevel=2,
-    )
+    states: list[Any] = field(default_factory=list)
+    is_at_end: bool = True

@@ -78,29 +78,34 @@ class EchoReport:
         """One line."""
         parts = [
             f"BatchEcho, epoch {self.epoch}: {self.num_fetches:,} fresh batches, {self.num_echo_steps:,} echoed steps, "
-            f"echo factor {self.echo_factor:.3g}"
+            f"echo factor {_short(self.echo_factor)}"
         ]
         ratio = self.load_ratio
         if ratio is not None:
-            relation = "at most " if self.is_bound else ""
             parts.append(
-                f"loader {_milliseconds(self.load_seconds)} a batch, steps {_milliseconds(self.pass_seconds)}: "
-                f"R = {relation}{ratio:.2g}"
+                f"loader {_duration(self.load_seconds)} a batch, steps {_duration(self.pass_seconds)}: "
+                f"R = {'at most ' if self.is_bound else ''}{_short(ratio)}"
             )
         free = self.free_share
         if free is not None and ratio is not None:
-            if free >= 0.995 and not self.is_bound:
-                parts.append("all of the echo was free (e <= R)")
-            elif self.is_adaptive:
-                parts.append(f"{free:.0%} of the echo was free (e <= R), the rest ran on when the next batch was there")
-            else:
-                parts.append(
-                    f"{'at most ' if self.is_bound else ''}{free:.0%} of the echo was free, the rest delayed fresh "
-                    f"data (e > R): an echo_factor of {max(1, int(ratio))} would not"
-                )
+            parts.append(self._free_text(ratio, free))
         parts.append(f"waited {self.wait_share:.0%} of the time")
         return "; ".join(parts)
 
+    def _free_text(self, ratio: float, free: float) -> str:
+        """How much of the echo ran while the step would have waited anyway."""
+        if free >= 0.995:
+            # Where the loader was never waited for, R may be less than it seems.
+            return "all of the echo was free (e <= R)" if not self.is_bound else "the echo may have been free (e <= R)"
+        share = f"{'at most ' if self.is_bound else ''}{free:.0%} of the echo was free (passes up to R), the rest"
+        if self.is_adaptive:
+            return f"{share} ran on when the next batch was there"
+        return f"{share} delayed fresh data (e > R): an echo_factor of {max(1, int(ratio))} would not"
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms"
+
+def _duration(seconds: float) -> str:
+    return f"{_short(seconds)} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from lightning_gpufeed.device.marks import StepClock
@@ -17,7 +19,8 @@ from lightning_gpufeed.echo.cache import DeviceCache
 from lightning_gpufeed.echo.loader import EchoLoader, echo_loader
 from lightning_gpufeed.echo.measures import EchoMeasures
 from lightning_gpufeed.echo.plan import EchoRule, EchoTrace, FixedEcho, Piece, pass_seed
-from lightning_gpufeed.echo.position import Place, Round, SavedPlace, warn_not_resumable
+from lightning_gpufeed.echo.position import Ending, Place, Round
+from lightning_gpufeed.echo.resume import SavedRun
 from lightning_gpufeed.echo.vote import HostVote, warn_uneven_ranks
 
 __all__ = ["EchoSession"]
@@ -36,8 +39,6 @@ class EchoSession:
         device_cache: The batch that was fetched last, on its device.
         extra_steps: Steps of this epoch beyond (or short of) the length it began with.
         latest: The piece that the step in progress, or the latest step, is on.
-        num_steps_before: Steps of this epoch that were done before it was resumed; None if it was not, or if
-            that is not known.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EchoSession:
         vote: HostVote,
         current_epoch: Callable[[], int],
         num_processed: Callable[[], int],
+        is_epoch_over: Callable[[], bool] = lambda: False,
         on_length_change: Callable[[int], None] = lambda change: None,
         clock: StepClock,
     ) -> None:
@@ -61,6 +63,7 @@ class EchoSession:
             vote: Joins the ranks.
             current_epoch: Which epoch it is.
             num_processed: How many steps of this epoch are done.
+            is_epoch_over: Whether these are all that the epoch will have, wherever in a batch it ends.
             on_length_change: Called with the number of steps by which the epoch became longer.
             clock: Times the steps on their device.
         """
@@ -70,11 +73,11 @@ class EchoSession:
         self.measures = EchoMeasures(clock)
         self.extra_steps = 0
         self.latest: Piece | None = None
-        self.num_steps_before: int | None = None
         self._seed = seed
         self._vote = vote
         self._current_epoch = current_epoch
         self._num_processed = num_processed
+        self._is_epoch_over = is_epoch_over
         self._on_length_change = on_length_change
         self._members: list[EchoLoader] = []
         self._num_steps = 0
@@ -83,19 +86,19 @@ class EchoSession:
         self._armed: tuple[Piece, Round] | None = None
         self._processed_before = 0
         self.device_cache = DeviceCache(num_splits, is_first_in_order=not isinstance(rule, FixedEcho))
-        self._saved: SavedPlace | None = None
+        self._saved: SavedRun | None = None
+        self._ending = Ending()
         self._wrapped: list[EchoLoader] = []
         self._is_reading_state = False
 
     # The loaders' side -----------------------------------------------------------------------------------
 
-    def wrap(self, loader: Any, *, can_read_ahead: bool = True, is_uninterrupted: bool = True) -> EchoLoader:
+    def wrap(self, loader: Any, **options: Any) -> EchoLoader:
         """Make a loader one of this session; it continues where a loaded state says.
 
         Args:
             loader: Any iterable over batches.
-            can_read_ahead: Whether a thread may fetch, if the loader allows it.
-            is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
+            **options: Of `EchoLoader`.
 
         Returns:
             What to iterate over in its place.
@@ -103,12 +106,12 @@ class EchoSession:
         Raises:
             ValueError: `num_splits` is more than its batch size.
         """
-        wrapped = echo_loader(loader, self, can_read_ahead=can_read_ahead, is_uninterrupted=is_uninterrupted)
+        wrapped = echo_loader(loader, self, **options)
         if hasattr(loader, "is_latest_in_work"):
             loader.is_latest_in_work = self._is_latest_in_work
         self._wrapped.append(wrapped)
-        if self._saved is not None:
-            self._continue_loader(wrapped)
+        if self._saved is not None and not self._saved.continue_loader(wrapped):
+            self._saved, self.extra_steps = None, 0
         return wrapped
 
     def enrol(self, loader: EchoLoader) -> None:
@@ -117,9 +120,10 @@ class EchoSession:
             self._members.append(loader)
             loader.num_yielded = self._num_steps
 
-    def num_usual_steps(self, num_batches: int, last_pieces: int) -> int:
-        """Steps of an epoch, as far as they are known when it begins."""
-        return self.rule.usual_passes * (max(0, num_batches - 1) * self.num_splits + min(1, num_batches) * last_pieces)
+    @property
+    def first_fetch(self) -> int:
+        """Number of the batch that a new iteration begins with."""
+        return 0 if self._saved is None or self._saved.piece is None else self._saved.piece.fetch
 
     def piece_for(self, loader: EchoLoader) -> Piece:
         """What the loader's next item belongs to; the loader that asks first decides for all."""
@@ -143,11 +147,9 @@ class EchoSession:
         """
         assert self._asked is not None
         round_ = self._asked[1]
-        if has_batch:
-            round_.before.append(before)
-            round_.after.append(after)
-            if self.num_splits > 1 and batch is not None:
-                round_.smallest = min(round_.smallest, loader.num_samples(batch))
+        round_.keep_states(self._members.index(loader), len(self._members), before, after)
+        if has_batch and self.num_splits > 1 and batch is not None:
+            round_.smallest = min(round_.smallest, loader.num_samples(batch))
         if len(self._members) == 1:
             return self._settle(round_, loader, has_batch)
         if has_batch and loader is self._members[-1]:
@@ -159,12 +161,16 @@ class EchoSession:
         assert self._asked is not None
         if not any(step is self._asked for step in self._queue):
             self._queue.append(self._asked)
-            self.measures.count(self._asked[0])
 
     def _next_piece(self) -> tuple[Piece, Round]:
         if self._asked is None:
             saved, self._saved = self._saved, None
-            return (Piece(), Round(0)) if saved is None else (saved.piece, Round(saved.piece.fetch, saved.num_counted))
+            if saved is not None and saved.piece is not None:
+                return saved.piece, Round(saved.piece.fetch, saved.num_counted)
+            if saved is not None:
+                # A Trainer that resumes at the end of an epoch goes on with the next one unannounced.
+                self.begin_epoch()
+            return Piece(), Round(0)
         piece, round_ = self._asked
         self._settle(round_, self._members[0], True)
         if piece.piece_index + 1 < round_.num_pieces:
@@ -174,7 +180,6 @@ class EchoSession:
                 round_.num_counted += 1
                 self._grow(round_.num_pieces)
             return piece.next_pass(), round_
-        self.trace.add(self._current_epoch(), piece.fetch, piece.pass_index + 1)
         return piece.next_fetch(), Round(piece.fetch + 1)
 
     def _wants_pass(self, piece: Piece) -> bool:
@@ -223,6 +228,8 @@ class EchoSession:
         self._processed_before = self._num_processed()
         self.latest = self._armed[0]
         self._settle(self._armed[1], self._members[0], True)
+        self.trace.add(self._current_epoch(), self.latest.fetch, self.latest.pass_index + 1)
+        self.measures.count(self.latest)
         self.measures.clock.begin()
         return self.latest
 
@@ -258,9 +265,7 @@ class EchoSession:
 
     def finish_epoch(self) -> None:
         """The epoch is over, wherever in a batch it ended: the next one begins with a fetch."""
-        if self._asked is not None and self._asked[1].num_pieces:
-            piece = self._asked[0]
-            self.trace.add(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        self._ending = self._ending_now()
         self._members = []
         self._num_steps = 0
         self._asked = self._armed = self._saved = None
@@ -269,13 +274,10 @@ class EchoSession:
 
     def begin_epoch(self) -> None:
         """A new epoch: its length is the usual one again, and it is measured anew."""
-        if self._saved is not None:
+        if self._saved is not None and self._saved.piece is not None:
             return
         self._grow(-self.extra_steps)
-        self.measures.clock.reset()
-        # A first batch may have been asked for already.
-        if not self._queue:
-            self.measures.reset()
+        self.measures.reset()
 
     def close(self) -> None:
         """End all threads."""
@@ -290,8 +292,11 @@ class EchoSession:
 
     def _place(self) -> Place | None:
         """The first step of the epoch that is not done yet; None if there is none."""
-        if self._armed is not None and self._num_processed() <= self._processed_before:
+        if self._is_latest_undone:
+            assert self._armed is not None
             return Place(*self._armed)
+        if self._is_epoch_over():
+            return None
         if self._queue:
             return Place(*self._queue[0])
         if self._armed is None:
@@ -306,6 +311,17 @@ class EchoSession:
             return Place(piece.next_fetch(), round_)
         return Place(piece.next_pass(), round_, is_decided=wants is not None)
 
+    @property
+    def _is_latest_undone(self) -> bool:
+        return self._armed is not None and self._num_processed() <= self._processed_before
+
+    def _ending_now(self) -> Ending:
+        """How far the loaders were used, should the epoch be over."""
+        if self._armed is None:
+            return self._ending
+        piece, round_ = self._armed
+        return Ending(round_.after, all(member.is_at_end(piece.fetch + 1) for member in self._members))
+
     def _is_latest_in_work(self) -> bool:
         """Whether a loader's state has to have its latest batch come again."""
         place = None if self._is_reading_state else self._place()
@@ -315,7 +331,8 @@ class EchoSession:
         """The state of a loader after the batch it gave last, worked on or not."""
         self._is_reading_state = True
         try:
-            return loader.state_dict()
+            # A loader may go on changing what it gave.
+            return copy.deepcopy(loader.state_dict())
         finally:
             self._is_reading_state = False
 
@@ -334,12 +351,11 @@ class EchoSession:
     @property
     def mean_factor(self) -> float:
         """How often a batch is used: as given, or on average over the latest ones."""
-        passes_now = 1 if self.latest is None else self.latest.pass_index + 1
-        return self.rule.factor if isinstance(self.rule, FixedEcho) else self.trace.mean_factor(passes_now)
+        return self.rule.factor if isinstance(self.rule, FixedEcho) else self.trace.mean_factor
 
     @property
     def is_resuming(self) -> bool:
-        """Whether a place inside an epoch was loaded and not begun from yet."""
+        """Whether another training's place was loaded and not begun from yet."""
         return self._saved is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -353,9 +369,11 @@ class EchoSession:
             "version": _STATE_VERSION,
             "epoch": self._current_epoch(),
             "place": None if place is None else place.to_dict(),
-            "settings": [self._settings_of(member) for member in self._members],
+            "ending": asdict(self._ending_now() if place is None else Ending()),
+            "settings": [member.settings for member in self._members],
             "num_steps": self._num_processed(),
             "extra_steps": self.extra_steps,
+            "counts": self.measures.counts(self.latest if self._is_latest_undone else None),
             "trace": self.trace.to_dict(),
         }
 
@@ -371,29 +389,12 @@ class EchoSession:
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"the state has version {state.get('version')!r}; expected {_STATE_VERSION}.")
         self.trace = EchoTrace(state["trace"])
-        if state["place"] is not None:
-            self._saved = SavedPlace(state, self.rule)
-            self.extra_steps = state["extra_steps"]
-            self.num_steps_before = state["num_steps"]
+        self._saved = SavedRun(state, self.rule)
+        self._ending = Ending(**state["ending"])
+        self.extra_steps = self._saved.extra_steps
+        self.measures.restore(state["counts"])
 
-    def _settings_of(self, wrapped: EchoLoader) -> list[Any]:
-        """What a place inside a batch depends on."""
-        return [self.rule.usual_passes, self.num_splits, wrapped.samples_per_batch]
-
-    def _continue_loader(self, wrapped: EchoLoader) -> None:
-        """Have a loader begin where the other training stopped."""
-        assert self._saved is not None
-        loader = wrapped.loader
-        state = self._saved.loader_states.pop(0) if self._saved.loader_states else None
-        if state is None or not hasattr(loader, "load_state_dict"):
-            warn_not_resumable(loader)
-            self._saved = self.num_steps_before = None
-            self.extra_steps = 0
-            return
-        loader.load_state_dict(state)
-        num_fetches = self._saved.piece.fetch
-        steps_done = getattr(getattr(loader, "position", None), "steps_done", num_fetches)
-        if self._settings_of(wrapped) not in self._saved.settings or steps_done != num_fetches:
-            # Other batches, or other passes over them: the batch that was worked on does not exist here.
-            self._saved.begin_batch(steps_done)
-            self.num_steps_before = self.num_usual_steps(steps_done, self.num_splits) + self.extra_steps
+    @property
+    def num_steps_before(self) -> int | None:
+        """Steps of this epoch that were done before it was resumed; None if that is not known."""
+        return None if self._saved is None else self._saved.num_steps

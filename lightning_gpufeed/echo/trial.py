@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate, default_convert
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_gpufeed.device.samples import tensor_addresses
 
@@ -72,7 +72,7 @@ class ReadAheadTrial:
         self._is_uninterrupted = is_uninterrupted
         # Of these it is known that no batch lies in the memory of another one.
         self._makes_new_tensors = isinstance(loader, DataLoader) and (
-            loader.num_workers > 0 or loader.collate_fn in (default_collate, default_convert)
+            loader.num_workers > 0 or loader.collate_fn is default_collate
         )
         self._first_batch: Any = None
         self._after_first: GeneratorStates | None = None

@@ -1,0 +1,90 @@
+"""Continues where another training was saved.
+
+::
+
+    saved inside an epoch         the loader's state before (or after) a batch; that batch may have to come again,
+                                  and the first step is one in the middle of it
+    saved when it was over        the loader's state after its last batch; the next epoch begins as it does after it
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_gpufeed.echo.plan import EchoRule, Piece
+from lightning_gpufeed.echo.position import Ending
+
+if TYPE_CHECKING:
+    from lightning_gpufeed.echo.loader import EchoLoader
+
+__all__ = ["SavedRun"]
+
+
+class SavedRun:
+    """What another training saved, under a rule that may be another one.
+
+    Attributes:
+        piece: The first step to do; None if the epoch was over.
+        num_counted: Passes over its batch that the length of the epoch counts.
+        num_steps: Steps of the epoch that were done; None if that has no meaning here.
+        extra_steps: Steps of the epoch beyond its usual length.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rule: EchoRule) -> None:
+        """Decide what was left open. Where only the next batch being ready decides, a new batch is begun.
+
+        Args:
+            state: From `EchoSession.state_dict`.
+            rule: In force from now on.
+        """
+        place = state["place"]
+        self.piece: Piece | None = None
+        self.num_counted = 0
+        self.num_steps: int | None = state["num_steps"]
+        self.extra_steps: int = state["extra_steps"]
+        self._settings: list[Any] = state["settings"]
+        self._ending = Ending(**state["ending"])
+        self._states = list(self._ending.states)
+        if place is None:
+            self.num_steps = None
+            return
+        self.piece = Piece(place["fetch"], place["pass_index"], place["piece_index"])
+        needs_batch_again = place["needs_batch_again"]
+        if not place["is_decided"]:
+            needs_batch_again = rule.wants_pass(state["epoch"], self.piece.fetch, self.piece.pass_index) is True
+            self.piece = self.piece if needs_batch_again else self.piece.next_fetch()
+        self.num_counted = place["num_counted"] if needs_batch_again else 0
+        self._states = list(place["before"] if needs_batch_again else place["after"])
+
+    def continue_loader(self, wrapped: EchoLoader) -> bool:
+        """Have a loader begin where the other training stopped. Called once for each, in their order.
+
+        Args:
+            wrapped: The loader.
+
+        Returns:
+            False if it cannot, and the epoch begins with its first batch.
+        """
+        loader = wrapped.loader
+        state = self._states.pop(0) if self._states else None
+        if state is None or not hasattr(loader, "load_state_dict"):
+            if self.piece is not None:
+                warnings.warn(
+                    f"the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and "
+                    f"load_state_dict to continue with: the rest of this epoch uses its first batches again.",
+                    stacklevel=2,
+                )
+            return False
+        loader.load_state_dict(state)
+        if self.piece is None:
+            wrapped.begin_after = self._ending
+            return True
+        # A loader that counts its own batches may cut what is left of the epoch into other ones.
+        steps_done = getattr(getattr(loader, "position", None), "steps_done", self.piece.fetch)
+        if wrapped.settings not in self._settings or steps_done != self.piece.fetch:
+            # Other batches, or other passes over them: the batch that was worked on does not exist here.
+            self.piece, self.num_counted = Piece(steps_done), 0
+            self.num_steps = wrapped.num_usual_steps(steps_done) + self.extra_steps
+        return True
