@@ -16,11 +16,13 @@ from lightning_gpufeed.callbacks.scaled_rate import ScaledRate
 from lightning_gpufeed.callbacks.trainer_epoch import (
     HookOncePerBatch,
     ScheduleByFreshBatches,
+    WatchSetup,
     is_bounded_by_steps,
     join_loaders,
     lengthen_epoch,
     num_processed,
     set_processed,
+    share_between_checks,
     split_loaders,
     takes_iterator,
     trains_uninterrupted,
@@ -52,7 +54,8 @@ class BatchEcho(Callback):
                                           comes after it
     on_train_start                        scales learning rates; corrects the count of steps after a resume
     on_train_epoch_start                  a new epoch has its usual length
-    on_train_batch_start, _end            time of a step, on its device
+    on_before_optimizer_step              scales the learning rate of the step
+    on_train_batch_end                    time of a step, on its device; whether validation is due
     on_train_epoch_end                    one line on what echoing did, and the same for the loggers
     state_dict, load_state_dict           place inside the batch, states of the loaders, echoes so far
     on_exception, teardown                takes everything back, ends threads
@@ -132,6 +135,7 @@ class BatchEcho(Callback):
         self._saved: Mapping[str, Any] | None = None
         self._session: EchoSession | None = None
         self._undo: list[Any] = []
+        self._rates: list[ScaledRate] = []
         self._vote: HostVote | None = None
         self._begin = 0.0
         self._validation_seconds = 0.0
@@ -199,10 +203,11 @@ class BatchEcho(Callback):
         strategy = trainer.strategy
         own_process, own_to_device = strategy.process_dataloader, strategy.batch_to_device
         armed: list[Any] = []
+        setup = WatchSetup(trainer, session.start_over)
 
         def process_dataloader(loader: object) -> object:
             loader = own_process(loader)
-            if not trainer.training:
+            if not setup.is_on:
                 return loader
             return session.wrap(
                 loader,
@@ -233,6 +238,7 @@ class BatchEcho(Callback):
         hook = HookOncePerBatch(pl_module, is_repeat)
         self._undo += [
             hook.remove,
+            setup.remove,
             lambda: strategy.__dict__.pop("process_dataloader", None),
             lambda: strategy.__dict__.pop("batch_to_device", None),
         ]
@@ -241,6 +247,7 @@ class BatchEcho(Callback):
         """Undo all that was put in other places; end threads."""
         while self._undo:
             self._undo.pop()()
+        self._rates = []
         if self._session is not None:
             self._session.close()
         if self._vote is not None:
@@ -262,20 +269,20 @@ class BatchEcho(Callback):
         session = self._session
         if session is None:
             return
-        if session.num_steps_before is not None:
-            set_processed(trainer, session.num_steps_before)
+        if session.saved is not None and session.saved.num_steps is not None:
+            set_processed(trainer, session.saved.num_steps)
         if self.scale_lr == "inverse":
-            for optimizer in trainer.optimizers:
-                self._undo.append(ScaledRate(optimizer, lambda: 1.0 / session.mean_factor).remove)
+            self._rates = [ScaledRate(optimizer, lambda: 1 / session.mean_factor) for optimizer in trainer.optimizers]
+            self._undo += [rate.remove for rate in self._rates]
         elif self.scale_lr is None and not self._is_auto and session.mean_factor > 1:
             self._warn_of_rate()
         if self._is_auto:
             usual = trainer.num_training_batches - session.extra_steps
             if usual < math.inf:
-                self._usual_check = max(1, int(usual * trainer.val_check_interval))
+                self._usual_check = max(1, int(usual * (share_between_checks(trainer) or 1)))
             if not is_bounded_by_steps(trainer, usual):
                 self._undo.append(ScheduleByFreshBatches(trainer, self._fresh_step).remove)
-        self._start_measuring()
+        self._begin, self._validation_seconds = time.perf_counter(), 0.0
 
     def _warn_of_rate(self) -> None:
         if not self._has_warned:
@@ -298,7 +305,13 @@ class BatchEcho(Callback):
         """A new epoch has its usual length."""
         if self._session is not None:
             self._session.begin_epoch()
-            self._start_measuring()
+            self._begin, self._validation_seconds = time.perf_counter(), 0.0
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Scale the learning rate of the step that follows."""
+        for rate in self._rates:
+            if rate.optimizer is optimizer:
+                rate.after_closure()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -310,7 +323,7 @@ class BatchEcho(Callback):
         session.measures.clock.end()
         if session.latest.is_echo and self.scale_lr is None:
             self._warn_of_rate()
-        if self._is_auto and isinstance(trainer.val_check_interval, float) and 0 < trainer.val_check_interval < 1:
+        if self._is_auto and 0 < (share_between_checks(trainer) or 0) < 1:
             fresh_step = self._fresh_step()
             is_due = fresh_step is not None and self._usual_check and fresh_step % self._usual_check == 0
             # The Trainer validates when this divides the number of the step.
@@ -324,28 +337,13 @@ class BatchEcho(Callback):
         """Validation is no part of the time of an epoch."""
         self._validation_seconds += time.perf_counter()
 
-    def _start_measuring(self) -> None:
-        self._begin = time.perf_counter()
-        self._validation_seconds = 0.0
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what echoing did; the next epoch begins with a fetch."""
         session = self._session
         if session is None:
             return
-        measures = session.measures
-        report = EchoReport(
-            epoch=trainer.current_epoch,
-            num_fetches=measures.num_fetches,
-            num_passes=measures.num_passes,
-            num_echo_steps=measures.num_echo_steps,
-            load_seconds=session.slowest(measures.times.seconds_per_batch),
-            pass_seconds=measures.pass_seconds,
-            is_bound=measures.times.is_bound,
-            wait_seconds=measures.times.wait_seconds,
-            elapsed_seconds=time.perf_counter() - self._begin - self._validation_seconds,
-            is_adaptive=self._is_auto,
-        )
+        elapsed = time.perf_counter() - self._begin - self._validation_seconds
+        report = session.report(trainer.current_epoch, elapsed)
         self.reports.append(report)
         rank_zero_info(str(report))
         for logger in trainer.loggers:

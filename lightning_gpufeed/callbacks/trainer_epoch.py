@@ -7,8 +7,9 @@ name                                        what for
 ==========================================  ===============================================================
 fit_loop.epoch_loop.batch_progress          how many steps of the epoch are done
 fit_loop.max_batches                        `trainer.num_training_batches`
+fit_loop.setup_data,                        which loaders are for training: a finder sets up others meanwhile
+_combined_loader, _should_reload_train_dl
 fit_loop._combined_loader._limits, _spec    the limit of each loader; how several loaders' batches are joined
-_val_check_time_interval                    whether validation comes by the clock
 fit_loop._data_fetcher.length               when a batch is the last one
 epoch_loop.update_lr_schedulers,            the schedule goes by fresh batches when the number of echoes is
 _update_learning_rates                      not known beforehand
@@ -30,11 +31,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 __all__ = [
     "HookOncePerBatch",
     "ScheduleByFreshBatches",
+    "WatchSetup",
     "is_bounded_by_steps",
     "join_loaders",
     "lengthen_epoch",
     "num_processed",
     "set_processed",
+    "share_between_checks",
     "split_loaders",
     "takes_iterator",
     "trains_uninterrupted",
@@ -61,6 +64,13 @@ def set_processed(trainer: Trainer, num_steps: int) -> None:
         setattr(current, name, getattr(current, name) + change)
 
 
+def share_between_checks(trainer: Trainer) -> float | None:
+    """Share of an epoch after which it is validated; None if that goes by a number of steps, or by the clock."""
+    # By the clock, the Trainer does not even have the attribute.
+    interval = getattr(trainer, "val_check_interval", None)
+    return interval if isinstance(interval, float) else None
+
+
 def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
     """Tell everybody who counts that the running epoch is longer, or shorter, than it was.
 
@@ -80,7 +90,7 @@ def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
         limits[number] = limit + num_steps if is_share else min(absolute, len(combined.flattened[number]))
     fetcher.length = len(combined)
     loop.max_batches = fetcher.length
-    if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
+    if share_between_checks(trainer) == 1.0:
         trainer.val_check_batch = max(1, fetcher.length)
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
@@ -96,11 +106,9 @@ def takes_iterator(module: LightningModule) -> bool:
 
 def trains_uninterrupted(trainer: Trainer) -> bool:
     """Whether epochs are taken to their end, and validation comes only after it."""
-    limit, interval = trainer.limit_train_batches, trainer.val_check_interval
-    is_by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+    limit = trainer.limit_train_batches
     is_whole = limit is None or (isinstance(limit, float) and limit == 1.0)
-    is_after = not is_by_time and isinstance(interval, float) and interval == 1.0
-    return is_whole and (is_after or trainer.limit_val_batches == 0)
+    return is_whole and (share_between_checks(trainer) == 1.0 or trainer.limit_val_batches == 0)
 
 
 def split_loaders(trainer: Trainer, batch: Any, num_loaders: int) -> list[Any]:
@@ -178,6 +186,37 @@ class HookOncePerBatch:
         """Give the module its own method back."""
         if self._module.__dict__.get("_on_before_batch_transfer") is self:
             del self._module.__dict__["_on_before_batch_transfer"]
+
+
+class WatchSetup:
+    """Knows whether the Trainer is setting up its training loader, and not another one."""
+
+    def __init__(self, trainer: Trainer, on_begin: Callable[[], None]) -> None:
+        """Begin to watch.
+
+        Args:
+            trainer: A Trainer.
+            on_begin: Called before it asks for a new loader.
+        """
+        self.is_on = False
+        self._loop = trainer.fit_loop
+        self._own = trainer.fit_loop.setup_data
+        self._on_begin = on_begin
+        self._loop.__dict__["setup_data"] = self
+
+    def __call__(self) -> None:
+        """Set up."""
+        if self._loop._combined_loader is None or self._loop._should_reload_train_dl:
+            self._on_begin()
+        self.is_on = True
+        try:
+            self._own()
+        finally:
+            self.is_on = False
+
+    def remove(self) -> None:
+        """Give the loop its own method back."""
+        self._loop.__dict__.pop("setup_data", None)
 
 
 class ScheduleByFreshBatches:

@@ -92,7 +92,9 @@ def _fill(ring: _Ring[T], produce: Callable[[int], T], num_items: int | None, st
             item = produce(number)
             with ring.changed:
                 ring.produce_seconds += time.perf_counter() - begin
-                ring.ready.append(item)
+                # What was still in the making when the feed was closed is dropped.
+                if not ring.is_stopping:
+                    ring.ready.append(item)
                 ring.changed.notify_all()
             # The loop variable would keep the batch alive, and its buffer busy, until the next one is made.
             del item
@@ -209,7 +211,8 @@ class Feed(Generic[T]):
         end = time.perf_counter()
         if not has_item:
             error, ring.error = ring.error, None
-            self.close()
+            if not ring.is_stopping:
+                self.close()
             if error is not None:
                 raise error
             raise StopIteration

@@ -145,7 +145,9 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of a tensor in its memory format."""
     for number_of_dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         is_channels_last = tensor.ndim == number_of_dimensions and not tensor.is_contiguous()
-        if is_channels_last and not tensor.requires_grad and tensor.is_contiguous(memory_format=memory_format):
+        if is_channels_last and tensor.is_contiguous(memory_format=memory_format):
+            if tensor.requires_grad:  # cannot be gathered into memory of its own
+                return tensor.index_select(0, index).contiguous(memory_format=memory_format)
             shape = (len(index), *tensor.shape[1:])
             out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
             return torch.index_select(tensor, 0, index, out=out)

@@ -194,6 +194,10 @@ class EchoLoader:
         """The loader's state, None if it has none."""
         return None
 
+    def begin_fetch(self) -> None:
+        """A batch is about to be fetched, perhaps one of several loaders', which may draw the same random numbers."""
+        self._trial.is_uninterrupted &= self._session.num_loaders == 1
+
     def close(self) -> None:
         """End the thread of the running iteration."""
         if self._fetcher is not None:
@@ -246,7 +250,7 @@ class _StatefulEchoLoader(EchoLoader):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Continue from a state of the loader, unless a place inside a batch is known to continue from."""
-        if not self._session.is_resuming:
+        if self._session.saved is None:
             self.loader.load_state_dict(state_dict)
 
     def read_state(self) -> Any:
@@ -299,6 +303,7 @@ class _EchoIteration:
 
     def _fetch(self) -> Any:
         loader, session = self._loader, self._session
+        loader.begin_fetch()
         try:
             batch = self._fetcher.take()
             has_batch = True

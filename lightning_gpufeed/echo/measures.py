@@ -9,6 +9,7 @@ from typing import Protocol
 from lightning_gpufeed.device.marks import StepClock
 from lightning_gpufeed.echo.fetcher import FetchTimes
 from lightning_gpufeed.echo.plan import Piece
+from lightning_gpufeed.echo.report import EchoReport
 
 __all__ = ["EchoMeasures"]
 
@@ -91,6 +92,31 @@ class EchoMeasures:
         if not self.num_passes or not self.clock.num_steps:
             return 0.0
         return self.clock.seconds / self.clock.num_steps * self.num_steps / self.num_passes
+
+    def report(self, epoch: int, elapsed_seconds: float, load_seconds: float, is_adaptive: bool) -> EchoReport:
+        """The epoch in figures.
+
+        Args:
+            epoch: Which one.
+            elapsed_seconds: Its time, validation apart.
+            load_seconds: What the slowest loader needs for a batch.
+            is_adaptive: Whether batches were used again only while the next one was not ready.
+
+        Returns:
+            The figures.
+        """
+        return EchoReport(
+            epoch=epoch,
+            num_fetches=self.num_fetches,
+            num_passes=self.num_passes,
+            num_echo_steps=self.num_echo_steps,
+            load_seconds=load_seconds,
+            pass_seconds=self.pass_seconds,
+            is_bound=self.times.is_bound,
+            wait_seconds=self.times.wait_seconds,
+            elapsed_seconds=elapsed_seconds,
+            is_adaptive=is_adaptive,
+        )
 
     def is_late(self, loaders: Sequence[_NextBatch]) -> bool:
         """Whether the next step would wait for its batch, at the moment when that matters.

@@ -9,17 +9,19 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from lightning_gpufeed.device.marks import StepClock
 from lightning_gpufeed.echo.cache import DeviceCache
+from lightning_gpufeed.echo.ledger import Step, StepLedger
 from lightning_gpufeed.echo.loader import EchoLoader, echo_loader
 from lightning_gpufeed.echo.measures import EchoMeasures
 from lightning_gpufeed.echo.plan import EchoRule, EchoTrace, FixedEcho, Piece, pass_seed
 from lightning_gpufeed.echo.position import Ending, Place, Round
+from lightning_gpufeed.echo.report import EchoReport
 from lightning_gpufeed.echo.resume import SavedRun
 from lightning_gpufeed.echo.vote import HostVote, warn_uneven_ranks
 
@@ -38,6 +40,7 @@ class EchoSession:
         measures: What this epoch did and took.
         device_cache: The batch that was fetched last, on its device.
         extra_steps: Steps of this epoch beyond (or short of) the length it began with.
+        saved: Another training's place to continue from, until the first step is made; None if there is none.
         latest: The piece that the step in progress, or the latest step, is on.
     """
 
@@ -72,6 +75,7 @@ class EchoSession:
         self.trace = EchoTrace()
         self.measures = EchoMeasures(clock)
         self.extra_steps = 0
+        self.saved: SavedRun | None = None
         self.latest: Piece | None = None
         self._seed = seed
         self._vote = vote
@@ -80,16 +84,11 @@ class EchoSession:
         self._is_epoch_over = is_epoch_over
         self._on_length_change = on_length_change
         self._members: list[EchoLoader] = []
-        self._num_steps = 0
-        self._asked: tuple[Piece, Round] | None = None
-        self._queue: deque[tuple[Piece, Round]] = deque()
-        self._armed: tuple[Piece, Round] | None = None
-        self._processed_before = 0
+        self._ledger = StepLedger()
         self.device_cache = DeviceCache(num_splits, is_first_in_order=not isinstance(rule, FixedEcho))
-        self._saved: SavedRun | None = None
         self._ending = Ending()
         self._wrapped: list[EchoLoader] = []
-        self._is_reading_state = False
+        self._reading = threading.local()
 
     # The loaders' side -----------------------------------------------------------------------------------
 
@@ -110,27 +109,39 @@ class EchoSession:
         if hasattr(loader, "is_latest_in_work"):
             loader.is_latest_in_work = self._is_latest_in_work
         self._wrapped.append(wrapped)
-        if self._saved is not None and not self._saved.continue_loader(wrapped):
-            self._saved, self.extra_steps = None, 0
+        if self.saved is not None and not self.saved.continue_loader(wrapped):
+            self.saved, self.extra_steps = None, 0
         return wrapped
 
     def enrol(self, loader: EchoLoader) -> None:
         """An iteration over a loader begins."""
+        if self._ledger.armed is None and self._ledger.asked is not None:
+            # No step was made of what was asked of the iteration before: it is given up, and all begin anew.
+            self._begin_asking()
         if loader not in self._members:
             self._members.append(loader)
-            loader.num_yielded = self._num_steps
+            loader.num_yielded = self._ledger.num_asked
+
+    def _begin_asking(self) -> None:
+        self._members = []
+        self._ledger.begin_asking()
 
     @property
     def first_fetch(self) -> int:
         """Number of the batch that a new iteration begins with."""
-        return 0 if self._saved is None or self._saved.piece is None else self._saved.piece.fetch
+        return 0 if self.saved is None or self.saved.piece is None else self.saved.piece.fetch
 
     def piece_for(self, loader: EchoLoader) -> Piece:
         """What the loader's next item belongs to; the loader that asks first decides for all."""
-        if self._asked is None or loader.num_yielded == self._num_steps:
-            self._asked = self._next_piece()
-            self._num_steps += 1
-        return self._asked[0]
+        ledger = self._ledger
+        if ledger.asked is None or loader.num_yielded == ledger.num_asked:
+            ledger.ask(self._next_step())
+        assert ledger.asked is not None
+        return ledger.asked.piece
+
+    def handed_out(self) -> None:
+        """A loader gave its item for the latest step."""
+        self._ledger.hand_out()
 
     def fetched(self, loader: EchoLoader, batch: Any, has_batch: bool, before: Any, after: Any) -> bool:
         """A loader fetched for the step in the making.
@@ -145,8 +156,8 @@ class EchoSession:
         Returns:
             Whether the step takes place: several ranks with a loader each end together.
         """
-        assert self._asked is not None
-        round_ = self._asked[1]
+        assert self._ledger.asked is not None
+        round_ = self._ledger.asked.round
         round_.keep_states(self._members.index(loader), len(self._members), before, after)
         if has_batch and self.num_splits > 1 and batch is not None:
             round_.smallest = min(round_.smallest, loader.num_samples(batch))
@@ -156,31 +167,25 @@ class EchoSession:
             self._settle(round_, loader, True)
         return has_batch
 
-    def handed_out(self) -> None:
-        """A loader gave its item for the latest step; the first one of several counts."""
-        assert self._asked is not None
-        if not any(step is self._asked for step in self._queue):
-            self._queue.append(self._asked)
-
-    def _next_piece(self) -> tuple[Piece, Round]:
-        if self._asked is None:
-            saved, self._saved = self._saved, None
+    def _next_step(self) -> Step:
+        if self._ledger.asked is None:
+            saved = self.saved
             if saved is not None and saved.piece is not None:
-                return saved.piece, Round(saved.piece.fetch, saved.num_counted)
+                return Step(saved.piece, Round(saved.piece.fetch, saved.num_counted))
             if saved is not None:
                 # A Trainer that resumes at the end of an epoch goes on with the next one unannounced.
                 self.begin_epoch()
-            return Piece(), Round(0)
-        piece, round_ = self._asked
+            return Step(Piece(), Round(0))
+        piece, round_ = self._ledger.asked
         self._settle(round_, self._members[0], True)
         if piece.piece_index + 1 < round_.num_pieces:
-            return piece.next_piece(), round_
+            return Step(piece.next_piece(), round_)
         if self._wants_pass(piece):
             if piece.pass_index + 1 == round_.num_counted:
                 round_.num_counted += 1
                 self._grow(round_.num_pieces)
-            return piece.next_pass(), round_
-        return piece.next_fetch(), Round(piece.fetch + 1)
+            return Step(piece.next_pass(), round_)
+        return Step(piece.next_fetch(), Round(piece.fetch + 1))
 
     def _wants_pass(self, piece: Piece) -> bool:
         wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
@@ -222,12 +227,11 @@ class EchoSession:
         Returns:
             What it trains on; None if no loader of this session gave an item for it.
         """
-        if not self._queue:
+        step = self._ledger.arm(self._num_processed())
+        if step is None:
             return None
-        self._armed = self._queue.popleft()
-        self._processed_before = self._num_processed()
-        self.latest = self._armed[0]
-        self._settle(self._armed[1], self._members[0], True)
+        self.saved, self.latest = None, step.piece
+        self._settle(step.round, self._members[0], True)
         self.trace.add(self._current_epoch(), self.latest.fetch, self.latest.pass_index + 1)
         self.measures.count(self.latest)
         self.measures.clock.begin()
@@ -242,8 +246,8 @@ class EchoSession:
         Raises:
             ValueError: It has to be cut, and its samples cannot be told apart.
         """
-        assert self._armed is not None
-        seed = pass_seed(self._seed, self._vote.rank, self._current_epoch(), self._armed[0].fetch)
+        assert self._ledger.armed is not None
+        seed = pass_seed(self._seed, self._vote.rank, self._current_epoch(), self._ledger.armed.piece.fetch)
         self.device_cache.put(parts, [member.samples_per_batch for member in self._members], seed)
 
     def take(self) -> list[Any]:
@@ -255,8 +259,8 @@ class EchoSession:
         Raises:
             ValueError: A batch has fewer samples on the device than it had when it was fetched.
         """
-        assert self._armed is not None
-        piece, round_ = self._armed
+        assert self._ledger.armed is not None
+        piece, round_ = self._ledger.armed
         parts = self.device_cache.take(piece, round_.num_pieces)
         wants_pass = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
         if piece.piece_index + 1 == round_.num_pieces and wants_pass is False:
@@ -266,18 +270,33 @@ class EchoSession:
     def finish_epoch(self) -> None:
         """The epoch is over, wherever in a batch it ended: the next one begins with a fetch."""
         self._ending = self._ending_now()
+        self.saved = None
+        self._forget_steps()
+
+    def start_over(self) -> None:
+        """New loaders are made: a finder's trial, which no hook ends, may have left its place behind."""
+        self._forget_steps()
+        self.close()
+        self._wrapped = []
+        if self.saved is None:
+            self.extra_steps = 0
+
+    def _forget_steps(self) -> None:
         self._members = []
-        self._num_steps = 0
-        self._asked = self._armed = self._saved = None
-        self._queue.clear()
+        self._ledger.begin_epoch()
         self.device_cache.clear()
 
     def begin_epoch(self) -> None:
         """A new epoch: its length is the usual one again, and it is measured anew."""
-        if self._saved is not None and self._saved.piece is not None:
+        if self.saved is not None and self.saved.piece is not None:
             return
         self._grow(-self.extra_steps)
         self.measures.reset()
+
+    def report(self, epoch: int, elapsed_seconds: float) -> EchoReport:
+        """What the epoch did; every rank has to ask, as the slowest loader counts."""
+        load_seconds = -self._vote.minimum(-round(self.measures.times.seconds_per_batch * 1e9))[0] / 1e9
+        return self.measures.report(epoch, elapsed_seconds, load_seconds, not isinstance(self.rule, FixedEcho))
 
     def close(self) -> None:
         """End all threads."""
@@ -286,55 +305,43 @@ class EchoSession:
 
     # Where to continue -----------------------------------------------------------------------------------
 
-    def slowest(self, seconds: float) -> float:
-        """Largest of the ranks' times; every rank has to ask."""
-        return -self._vote.minimum(-round(seconds * 1e9))[0] / 1e9
-
     def _place(self) -> Place | None:
         """The first step of the epoch that is not done yet; None if there is none."""
-        if self._is_latest_undone:
-            assert self._armed is not None
-            return Place(*self._armed)
-        if self._is_epoch_over():
-            return None
-        if self._queue:
-            return Place(*self._queue[0])
-        if self._armed is None:
-            return None
-        piece, round_ = self._armed
+        place = self._ledger.waiting_place(self._num_processed())
+        if place is not None or self._ledger.armed is None or self._is_epoch_over():
+            return place
+        piece, round_ = self._ledger.armed
         if piece.piece_index + 1 < round_.num_pieces:
             return Place(piece.next_piece(), round_)
         wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
-        if wants is not True and all(member.is_at_end(piece.fetch + 1) for member in self._members):
+        if wants is not True and self._are_at_end(piece):
             return None
         if wants is False:
             return Place(piece.next_fetch(), round_)
         return Place(piece.next_pass(), round_, is_decided=wants is not None)
 
-    @property
-    def _is_latest_undone(self) -> bool:
-        return self._armed is not None and self._num_processed() <= self._processed_before
+    def _are_at_end(self, piece: Piece) -> bool:
+        return all(member.is_at_end(piece.fetch + 1) for member in self._members)
 
     def _ending_now(self) -> Ending:
         """How far the loaders were used, should the epoch be over."""
-        if self._armed is None:
-            return self._ending
-        piece, round_ = self._armed
-        return Ending(round_.after, all(member.is_at_end(piece.fetch + 1) for member in self._members))
+        armed = self._ledger.armed
+        return self._ending if armed is None else Ending(armed.round.after, self._are_at_end(armed.piece))
 
     def _is_latest_in_work(self) -> bool:
         """Whether a loader's state has to have its latest batch come again."""
-        place = None if self._is_reading_state else self._place()
+        # Not if it is read to be kept with that batch, by whichever thread fetched it.
+        place = None if getattr(self._reading, "is_on", False) else self._place()
         return place is not None and place.needs_batch_again
 
     def read_state(self, loader: Any) -> Any:
         """The state of a loader after the batch it gave last, worked on or not."""
-        self._is_reading_state = True
+        self._reading.is_on = True
         try:
             # A loader may go on changing what it gave.
             return copy.deepcopy(loader.state_dict())
         finally:
-            self._is_reading_state = False
+            self._reading.is_on = False
 
     def loader_state(self, loader: EchoLoader) -> Any:
         """The state of a loader to continue from, with or without echoes."""
@@ -353,27 +360,22 @@ class EchoSession:
         """How often a batch is used: as given, or on average over the latest ones."""
         return self.rule.factor if isinstance(self.rule, FixedEcho) else self.trace.mean_factor
 
-    @property
-    def is_resuming(self) -> bool:
-        """Whether another training's place was loaded and not begun from yet."""
-        return self._saved is not None
-
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands, and how often each batch was used.
 
         Returns:
             Plain numbers and strings, and the states of the loaders; no place between epochs.
         """
-        place = self._place()
+        place, num_done = self._place(), self._num_processed()
         return {
             "version": _STATE_VERSION,
             "epoch": self._current_epoch(),
             "place": None if place is None else place.to_dict(),
             "ending": asdict(self._ending_now() if place is None else Ending()),
             "settings": [member.settings for member in self._members],
-            "num_steps": self._num_processed(),
+            "num_steps": num_done,
             "extra_steps": self.extra_steps,
-            "counts": self.measures.counts(self.latest if self._is_latest_undone else None),
+            "counts": self.measures.counts(self.latest if self._ledger.is_latest_undone(num_done) else None),
             "trace": self.trace.to_dict(),
         }
 
@@ -389,12 +391,7 @@ class EchoSession:
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"the state has version {state.get('version')!r}; expected {_STATE_VERSION}.")
         self.trace = EchoTrace(state["trace"])
-        self._saved = SavedRun(state, self.rule)
+        self.saved = SavedRun(state, self.rule)
         self._ending = Ending(**state["ending"])
-        self.extra_steps = self._saved.extra_steps
+        self.extra_steps = self.saved.extra_steps
         self.measures.restore(state["counts"])
-
-    @property
-    def num_steps_before(self) -> int | None:
-        """Steps of this epoch that were done before it was resumed; None if that is not known."""
-        return None if self._saved is None else self._saved.num_steps

@@ -57,6 +57,8 @@ class ReadAheadTrial:
 
     Attributes:
         verdict: Whether a thread may fetch; None while that is open.
+        is_uninterrupted: Whether every epoch is taken to its end with nothing but training steps in between, so that
+            no other draw comes between those of its batches.
     """
 
     def __init__(self, loader: Any, *, is_uninterrupted: bool) -> None:
@@ -64,12 +66,11 @@ class ReadAheadTrial:
 
         Args:
             loader: The loader.
-            is_uninterrupted: Whether every epoch is taken to its end with nothing but training steps in between, so
-                that no other draw comes between those of its batches.
+            is_uninterrupted: See above.
         """
         self.verdict: bool | None = None
         self._name = type(loader).__name__
-        self._is_uninterrupted = is_uninterrupted
+        self.is_uninterrupted = is_uninterrupted
         # Of these it is known that no batch lies in the memory of another one.
         self._makes_new_tensors = isinstance(loader, DataLoader) and (
             loader.num_workers > 0 or loader.collate_fn is default_collate
@@ -121,7 +122,7 @@ class ReadAheadTrial:
 
     @property
     def _conflicts(self) -> bool:
-        if not self._is_uninterrupted:
+        if not self.is_uninterrupted:
             return bool(self._drawn_by_loader)
         return bool(self._drawn_by_loader & self._drawn_by_steps)
 
