@@ -28,8 +28,9 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     trains_uninterrupted,
 )
 from lightning_gpufeed.device.marks import StepClock
-from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho
+from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, FixedEcho, ReplayedEcho
 from lightning_gpufeed.echo.report import EchoReport
+from lightning_gpufeed.echo.resume import read_trace
 from lightning_gpufeed.echo.session import EchoSession
 from lightning_gpufeed.echo.vote import HostVote
 
@@ -140,7 +141,7 @@ class BatchEcho(Callback):
         self._begin = 0.0
         self._validation_seconds = 0.0
         self._usual_check = 0
-        self._has_warned = False
+        self._has_warned = self._counts_batches = False
 
     @property
     def trace(self) -> dict[int, list[int]]:
@@ -166,7 +167,8 @@ class BatchEcho(Callback):
             return
         self._take_back()
         self._session = None
-        if self.echo_factor == 1 and self.num_splits == 1:
+        self._counts_batches = False
+        if self.echo_factor == 1 and self.num_splits == 1 and trainer.ckpt_path is None:
             return
         if sum(isinstance(callback, BatchEcho) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has more than one BatchEcho; expected one.")
@@ -193,10 +195,13 @@ class BatchEcho(Callback):
         return math.ceil(limit / steps_per_fetch) if isinstance(limit, int) and not isinstance(limit, bool) else None
 
     def _rule(self) -> EchoRule:
+        if self.echo_factor == 1 and self.num_splits == 1:
+            # Only there to continue a run that echoed: batches as they are.
+            return AdaptiveEcho(1)
         if not self._is_auto:
             return FixedEcho(int(self.echo_factor))
         adaptive = AdaptiveEcho(self.max_echo_factor)
-        return adaptive if self.replay is None else ReplayedEcho(_read_trace(self.replay, self.state_key), adaptive)
+        return adaptive if self.replay is None else ReplayedEcho(read_trace(self.replay, self.state_key), adaptive)
 
     def _stand_in(self, trainer: Trainer, pl_module: LightningModule, session: EchoSession) -> None:
         """Put ourselves where the Trainer processes its loader and moves its batches."""
@@ -269,7 +274,9 @@ class BatchEcho(Callback):
         session = self._session
         if session is None:
             return
-        if session.saved is not None and session.saved.num_steps is not None:
+        if self._counts_batches:
+            set_processed(trainer, session.num_steps_of(num_processed(trainer)))
+        elif session.saved is not None and session.saved.num_steps is not None:
             set_processed(trainer, session.saved.num_steps)
         if self.scale_lr == "inverse":
             self._rates = [ScaledRate(optimizer, lambda: 1 / session.mean_factor) for optimizer in trainer.optimizers]
@@ -362,6 +369,10 @@ class BatchEcho(Callback):
             return dict(self._saved or {})
         return self._session.state_dict()
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """See whether the steps that the checkpoint counts are batches: it was saved without this callback."""
+        self._counts_batches = not checkpoint.get("callbacks", {}).get(self.state_key)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved place.
 
@@ -384,14 +395,3 @@ def _at_least_one(name: str, value: Any, alternative: str = "") -> int:
             f"{name} is {value!r}; expected a whole number, at least 1{alternative and ', ' + alternative}."
         )
     return value
-
-
-def _read_trace(replay: str | Path | dict[int, list[int]], state_key: str) -> EchoTrace:
-    """A trace as given, or of a checkpoint."""
-    if isinstance(replay, dict):
-        return EchoTrace(replay)
-    checkpoint = torch.load(replay, map_location="cpu", weights_only=False)
-    state = checkpoint.get("callbacks", {}).get(state_key)
-    if not state:
-        raise ValueError(f"replay is {str(replay)!r}, a checkpoint without the echoes of a BatchEcho to repeat.")
-    return EchoTrace(state["trace"])

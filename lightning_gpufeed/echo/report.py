@@ -110,4 +110,4 @@ def _duration(seconds: float) -> str:
 def _short(number: float) -> str:
     if number < 0.01:
         return "less than 0.01"
-    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
+    return f"{number:.3g}" if number < 100 else f"{number:,.0f}"

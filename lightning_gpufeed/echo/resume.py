@@ -10,16 +10,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_gpufeed.echo.plan import EchoRule, Piece
+import torch
+
+from lightning_gpufeed.echo.plan import EchoRule, EchoTrace, Piece
 from lightning_gpufeed.echo.position import Ending
 
 if TYPE_CHECKING:
     from lightning_gpufeed.echo.loader import EchoLoader
 
-__all__ = ["SavedRun"]
+__all__ = ["SavedRun", "read_trace"]
 
 
 class SavedRun:
@@ -80,6 +83,9 @@ class SavedRun:
         loader.load_state_dict(state)
         if self.piece is None:
             wrapped.begin_after = self._ending
+            if wrapped.settings not in self._settings and wrapped.num_batches is not None:
+                # The finished epoch would have another number of steps now.
+                self.extra_steps, self.num_steps = 0, wrapped.num_usual_steps(wrapped.num_batches)
             return True
         # A loader that counts its own batches may cut what is left of the epoch into other ones.
         steps_done = getattr(getattr(loader, "position", None), "steps_done", self.piece.fetch)
@@ -88,3 +94,25 @@ class SavedRun:
             self.piece, self.num_counted = Piece(steps_done), 0
             self.num_steps = wrapped.num_usual_steps(steps_done) + self.extra_steps
         return True
+
+
+def read_trace(replay: str | Path | Mapping[int, Sequence[int]], state_key: str) -> EchoTrace:
+    """A trace as it is given, or as a checkpoint holds it.
+
+    Args:
+        replay: The trace, or the path of a checkpoint. It is unpickled: give one that you trust.
+        state_key: Under which the checkpoint has it.
+
+    Returns:
+        The trace.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(replay, Mapping):
+        return EchoTrace(replay)
+    checkpoint = torch.load(replay, map_location="cpu", weights_only=False)
+    state = checkpoint.get("callbacks", {}).get(state_key)
+    if not state:
+        raise ValueError(f"replay is {str(replay)!r}, a checkpoint without the echoes of a BatchEcho to repeat.")
+    return EchoTrace(state["trace"])

@@ -109,8 +109,9 @@ class EchoSession:
         if hasattr(loader, "is_latest_in_work"):
             loader.is_latest_in_work = self._is_latest_in_work
         self._wrapped.append(wrapped)
-        if self.saved is not None and not self.saved.continue_loader(wrapped):
-            self.saved, self.extra_steps = None, 0
+        if self.saved is not None:
+            self.saved = self.saved if self.saved.continue_loader(wrapped) else None
+            self.extra_steps = 0 if self.saved is None else self.saved.extra_steps
         return wrapped
 
     def enrol(self, loader: EchoLoader) -> None:
@@ -125,6 +126,10 @@ class EchoSession:
     def _begin_asking(self) -> None:
         self._members = []
         self._ledger.begin_asking()
+
+    def num_steps_of(self, num_batches: int) -> int:
+        """Steps that the first batches of an epoch take."""
+        return self._wrapped[0].num_usual_steps(num_batches) if self._wrapped else num_batches
 
     @property
     def first_fetch(self) -> int:
@@ -144,18 +149,7 @@ class EchoSession:
         self._ledger.hand_out()
 
     def fetched(self, loader: EchoLoader, batch: Any, has_batch: bool, before: Any, after: Any) -> bool:
-        """A loader fetched for the step in the making.
-
-        Args:
-            loader: Which one.
-            batch: What it gave.
-            has_batch: False if it had no batch left.
-            before: Its state before the batch.
-            after: Its state after it.
-
-        Returns:
-            Whether the step takes place: several ranks with a loader each end together.
-        """
+        """A loader fetched for the step in the making, or has no batch left; whether the step takes place."""
         assert self._ledger.asked is not None
         round_ = self._ledger.asked.round
         round_.keep_states(self._members.index(loader), len(self._members), before, after)

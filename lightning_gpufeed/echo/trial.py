@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from lightning_gpufeed.device.samples import tensor_addresses
 
@@ -75,6 +75,8 @@ class ReadAheadTrial:
         self._makes_new_tensors = isinstance(loader, DataLoader) and (
             loader.num_workers > 0 or loader.collate_fn is default_collate
         )
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+        self._is_shuffled_by_torch = type(sampler) is RandomSampler and sampler.generator is None
         self._first_batch: Any = None
         self._after_first: GeneratorStates | None = None
         self._drawn_by_loader: set[str] = set()
@@ -88,8 +90,10 @@ class ReadAheadTrial:
             before: States when it was asked for.
             after: States when it was there.
         """
-        drawn = set() if after == before.after_one_seed() else after.drawn_since(before)
+        drawn = after.drawn_since(before)
         if self._after_first is None:
+            if self._is_shuffled_by_torch and after == before.after_one_seed():
+                drawn = set()
             self._after_first, self._drawn_by_loader = after, drawn
             # Kept, so that an address that comes again means the same memory.
             self._first_batch = None if self._makes_new_tensors else batch
