@@ -17,7 +17,9 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     HookOncePerBatch,
     ScheduleByFreshBatches,
     WatchSetup,
+    absolute_limit,
     is_bounded_by_steps,
+    is_cut_to_shortest,
     join_loaders,
     lengthen_epoch,
     num_processed,
@@ -55,7 +57,6 @@ class BatchEcho(Callback):
                                           comes after it
     on_train_start                        scales learning rates; corrects the count of steps after a resume
     on_train_epoch_start                  a new epoch has its usual length
-    on_before_optimizer_step              scales the learning rate of the step
     on_train_batch_end                    time of a step, on its device; whether validation is due
     on_train_epoch_end                    one line on what echoing did, and the same for the loggers
     state_dict, load_state_dict           place inside the batch, states of the loaders, echoes so far
@@ -136,7 +137,6 @@ class BatchEcho(Callback):
         self._saved: Mapping[str, Any] | None = None
         self._session: EchoSession | None = None
         self._undo: list[Any] = []
-        self._rates: list[ScaledRate] = []
         self._vote: HostVote | None = None
         self._begin = 0.0
         self._validation_seconds = 0.0
@@ -183,16 +183,12 @@ class BatchEcho(Callback):
             vote=self._vote,
             current_epoch=lambda: trainer.current_epoch,
             num_processed=lambda: num_processed(trainer),
+            is_cut_to_shortest=lambda: is_cut_to_shortest(trainer),
             is_epoch_over=lambda: num_processed(trainer) >= trainer.num_training_batches,
             on_length_change=lambda num_steps: lengthen_epoch(trainer, num_steps),
             clock=StepClock(trainer.strategy.root_device),
         )
         self._stand_in(trainer, pl_module, self._session)
-
-    def _max_fetches(self, limit: float | int | None) -> int | None:
-        """Batches that an epoch takes at most, as far as an absolute limit of its steps says that."""
-        steps_per_fetch = self.num_splits * (1 if self._is_auto else int(self.echo_factor))
-        return math.ceil(limit / steps_per_fetch) if isinstance(limit, int) and not isinstance(limit, bool) else None
 
     def _rule(self) -> EchoRule:
         if self.echo_factor == 1 and self.num_splits == 1:
@@ -218,7 +214,7 @@ class BatchEcho(Callback):
                 loader,
                 can_read_ahead=self.read_ahead,
                 is_uninterrupted=trains_uninterrupted(trainer),
-                max_fetches=self._max_fetches(trainer.limit_train_batches),
+                max_steps=absolute_limit(trainer),
             )
 
         def is_repeat() -> bool:
@@ -252,7 +248,6 @@ class BatchEcho(Callback):
         """Undo all that was put in other places; end threads."""
         while self._undo:
             self._undo.pop()()
-        self._rates = []
         if self._session is not None:
             self._session.close()
         if self._vote is not None:
@@ -279,8 +274,8 @@ class BatchEcho(Callback):
         elif session.saved is not None and session.saved.num_steps is not None:
             set_processed(trainer, session.saved.num_steps)
         if self.scale_lr == "inverse":
-            self._rates = [ScaledRate(optimizer, lambda: 1 / session.mean_factor) for optimizer in trainer.optimizers]
-            self._undo += [rate.remove for rate in self._rates]
+            for optimizer in trainer.optimizers:
+                self._undo.append(ScaledRate(optimizer, lambda: 1 / session.mean_factor).remove)
         elif self.scale_lr is None and not self._is_auto and session.mean_factor > 1:
             self._warn_of_rate()
         if self._is_auto:
@@ -313,12 +308,6 @@ class BatchEcho(Callback):
         if self._session is not None:
             self._session.begin_epoch()
             self._begin, self._validation_seconds = time.perf_counter(), 0.0
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Scale the learning rate of the step that follows."""
-        for rate in self._rates:
-            if rate.optimizer is optimizer:
-                rate.after_closure()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,9 +13,13 @@ __all__ = ["ScaledRate"]
 class ScaledRate:
     """Multiplies the learning rates of an optimizer while it steps.
 
-    They are put back right after the step, so a schedule computes from the rates it knows, whatever it is, and a
-    checkpoint holds them unscaled. Where the optimizer itself runs the training step, as a closure, rates are scaled
-    after it: `training_step` may read and set them.
+    ::
+
+        step begins | closure: training_step, backward | parameters change | step ends | schedule
+        scaled      | as they are                      | scaled            | as they are
+
+    A schedule computes from the rates it knows, whatever it is; a training step may read and set them; a checkpoint
+    holds them unscaled.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[], float]) -> None:
@@ -25,42 +29,43 @@ class ScaledRate:
             optimizer: The optimizer.
             factor: Asked before each step.
         """
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self._factor = factor
         self._unscaled: list[Any] | None = None
-        self._runs_closure = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(lambda *_: self._put_back()),
         ]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # The first argument is the optimizer itself, on some releases of torch.
-        given = [value for value in (*args, kwargs.get("closure")) if callable(value)]
-        self._runs_closure = bool(given)
-        if not self._runs_closure:
-            self._scale()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._scale()
+        # The optimizer itself may be the first of the arguments.
+        given = tuple(self._around(value) if callable(value) else value for value in args)
+        named = {name: self._around(value) if name == "closure" and value else value for name, value in kwargs.items()}
+        return given, named
 
-    def after_closure(self) -> None:
-        """The closure was run, if there is one, and the optimizer is about to change the parameters."""
-        if self._runs_closure:
+    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure with the rates as they are."""
+
+        def run() -> Any:
+            self._put_back()
+            result = closure()
             self._scale()
+            return result
+
+        return run
 
     def _scale(self) -> None:
         # A step that raised has left its scaled rates.
         self._put_back()
         factor = self._factor()
-        self._unscaled = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
+        self._unscaled = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
             group["lr"] = group["lr"] * factor
-
-    def _after_step(self, *_: Any) -> None:
-        self._runs_closure = False
-        self._put_back()
 
     def _put_back(self) -> None:
         if self._unscaled is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._unscaled, strict=True):
+            for group, rate in zip(self._optimizer.param_groups, self._unscaled, strict=True):
                 group["lr"] = rate
         self._unscaled = None
 

@@ -9,7 +9,8 @@ fit_loop.epoch_loop.batch_progress          how many steps of the epoch are done
 fit_loop.max_batches                        `trainer.num_training_batches`
 fit_loop.setup_data,                        which loaders are for training: a finder sets up others meanwhile
 _combined_loader, _should_reload_train_dl
-fit_loop._combined_loader._limits, _spec    the limit of each loader; how several loaders' batches are joined
+fit_loop._combined_loader._limits,          the limit of each loader; which one ends an epoch; how several loaders'
+_mode, _spec                                batches are joined
 fit_loop._data_fetcher.length               when a batch is the last one
 epoch_loop.update_lr_schedulers,            the schedule goes by fresh batches when the number of echoes is
 _update_learning_rates                      not known beforehand
@@ -32,7 +33,9 @@ __all__ = [
     "HookOncePerBatch",
     "ScheduleByFreshBatches",
     "WatchSetup",
+    "absolute_limit",
     "is_bounded_by_steps",
+    "is_cut_to_shortest",
     "join_loaders",
     "lengthen_epoch",
     "num_processed",
@@ -64,6 +67,18 @@ def set_processed(trainer: Trainer, num_steps: int) -> None:
         setattr(current, name, getattr(current, name) + change)
 
 
+def absolute_limit(trainer: Trainer) -> int | None:
+    """Most steps of an epoch, if they are limited by number."""
+    limit = trainer.limit_train_batches
+    return limit if isinstance(limit, int) and not isinstance(limit, bool) else None
+
+
+def is_cut_to_shortest(trainer: Trainer) -> bool:
+    """Whether the shortest of several loaders ends the epoch."""
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and combined._mode == "min_size"
+
+
 def share_between_checks(trainer: Trainer) -> float | None:
     """Share of an epoch after which it is validated; None if that goes by a number of steps, or by the clock."""
     # By the clock, the Trainer does not even have the attribute.
@@ -85,9 +100,8 @@ def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
     limits = combined._limits or []
     for number, limit in enumerate(limits):
         # A share of an epoch is a share of its fresh batches. An absolute limit is a number of steps.
-        absolute = trainer.limit_train_batches
-        is_share = not isinstance(absolute, int)
-        limits[number] = limit + num_steps if is_share else min(absolute, len(combined.flattened[number]))
+        absolute = absolute_limit(trainer)
+        limits[number] = limit + num_steps if absolute is None else min(absolute, len(combined.flattened[number]))
     fetcher.length = len(combined)
     loop.max_batches = fetcher.length
     if share_between_checks(trainer) == 1.0:

@@ -213,9 +213,11 @@ class Feed(Generic[T]):
             error, ring.error = ring.error, None
             if not ring.is_stopping:
                 self.close()
-            if error is not None:
-                raise error
-            raise StopIteration
+            try:
+                raise StopIteration if error is None else error
+            finally:
+                # An error that its own traceback leads back to keeps all that the thread held alive.
+                del error
         self.statistics = replace(
             self.statistics,
             num_batches=self.statistics.num_batches + 1,

@@ -11,6 +11,7 @@ A loader that says by itself whether its next batch is ready (`loader.is_ready`)
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -88,6 +89,11 @@ class _Source:
 
     def begin_again(self, loader: Any) -> None:
         """Begin another iteration."""
+        iterator = self._iterator
+        if inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:
+            # A generator that was not begun has not taken up the loaded state yet, which the next one would do.
+            next(iterator, None)
+            iterator.close()
         self._iterator = iter(loader)
 
     def __call__(self, number: int = 0) -> _Fetched:

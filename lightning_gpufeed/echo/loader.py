@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -16,7 +17,7 @@ from lightning_gpufeed.echo.trial import ReadAheadTrial
 if TYPE_CHECKING:
     from lightning_gpufeed.echo.session import EchoSession
 
-__all__ = ["REPEATED", "EchoLoader", "echo_loader"]
+__all__ = ["REPEATED", "EchoLoader", "echo_loader", "leading_loader"]
 
 
 class _Repeated:
@@ -50,7 +51,7 @@ class EchoLoader:
         *,
         can_read_ahead: bool = True,
         is_uninterrupted: bool = True,
-        max_fetches: int | None = None,
+        max_steps: int | None = None,
     ) -> None:
         """Wrap a loader.
 
@@ -59,7 +60,7 @@ class EchoLoader:
             session: Decides what each step is.
             can_read_ahead: Whether a thread may fetch, if the loader allows it.
             is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
-            max_fetches: Batches that an epoch takes at most; None if that is not known.
+            max_steps: Steps of an epoch at most; None for no limit.
 
         Raises:
             ValueError: The session cuts batches into more pieces than they have samples.
@@ -75,7 +76,7 @@ class EchoLoader:
         if not can_read_ahead or is_stream or hasattr(loader, "is_ready"):
             self._trial.verdict = False
         self._fetcher: BatchFetcher | None = None
-        self._max_fetches = max_fetches
+        self._max_steps = max_steps
         self.begin_after: Ending | None = None
         batch_size = self.samples_per_batch
         if batch_size is not None and session.num_splits > batch_size:
@@ -140,6 +141,15 @@ class EchoLoader:
         """
         num_batches = len(self.loader)
         return self.num_usual_steps(num_batches) + self._session.extra_steps if num_batches else 0
+
+    @property
+    def _max_fetches(self) -> int | None:
+        """Batches that an epoch takes at most, as far as a limit of its steps says that."""
+        if self._max_steps is None:
+            return None
+        # A batch that is too small to be cut takes fewer steps.
+        num_pieces = 1 if _last_batch_samples(self.loader) is None else self._session.num_splits
+        return math.ceil(self._max_steps / (self._session.rule.usual_passes * num_pieces))
 
     def num_usual_steps(self, num_fetches: int) -> int:
         """Steps on the first batches of an epoch, as far as they are known when it begins.
@@ -274,6 +284,22 @@ def echo_loader(loader: Any, session: EchoSession, **options: Any) -> EchoLoader
     """
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (_StatefulEchoLoader if is_stateful else EchoLoader)(loader, session, **options)
+
+
+def leading_loader(loaders: Sequence[EchoLoader], is_cut_to_shortest: bool) -> EchoLoader | None:
+    """The loader whose length is that of the epoch.
+
+    Args:
+        loaders: All that are read side by side.
+        is_cut_to_shortest: Whether the shortest ends the epoch, and not the longest.
+
+    Returns:
+        None if the length is not known.
+    """
+    known = [loader for loader in loaders if loader.has_length]
+    if len(known) < len(loaders) and not is_cut_to_shortest:
+        return None
+    return (min if is_cut_to_shortest else max)(known, key=len, default=None)
 
 
 class _EchoIteration:

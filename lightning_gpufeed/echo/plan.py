@@ -143,7 +143,7 @@ class ReplayedEcho:
         passes = self.trace.passes_of(epoch, fetch)
         if passes is not None and passes_done < passes:
             return True
-        is_open = passes is None or self.trace.is_latest(epoch, fetch)
+        is_open = passes is None or self.trace.open_batch == (epoch, fetch)
         return self.after.wants_pass(epoch, fetch, passes_done) if is_open else False
 
 
@@ -159,6 +159,10 @@ EchoRule = FixedEcho | AdaptiveEcho | ReplayedEcho
 
 class EchoTrace:
     """How often each batch was used.
+
+    Attributes:
+        open_batch: Epoch and number of a batch that may have been used more often than recorded: the record was taken
+            in the middle of it. None if there is none.
 
     Example:
         >>> trace = EchoTrace()
@@ -177,6 +181,7 @@ class EchoTrace:
             ValueError: It is something else.
         """
         self._passes: dict[int, list[int]] = {}
+        self.open_batch: tuple[int, int] | None = None
         for epoch, numbers in passes.items() if isinstance(passes, Mapping) else [(-1, passes)] if passes else []:
             is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str | bytes)
             if not _is_count(epoch, 0) or not is_list or not all(_is_count(number, 1) for number in numbers):
@@ -214,10 +219,6 @@ class EchoTrace:
             if len(passes) >= _RECENT:
                 break
         return sum(passes) / len(passes) if passes else 1.0
-
-    def is_latest(self, epoch: int, fetch: int) -> bool:
-        """Whether nothing is recorded after a batch, so that it may have been used more often."""
-        return bool(self._passes) and (epoch, fetch + 1) == (max(self._passes), len(self._passes.get(epoch, [])))
 
     def to_dict(self) -> dict[int, list[int]]:
         """Epoch -> passes over each of its batches.

@@ -115,4 +115,7 @@ def read_trace(replay: str | Path | Mapping[int, Sequence[int]], state_key: str)
     state = checkpoint.get("callbacks", {}).get(state_key)
     if not state:
         raise ValueError(f"replay is {str(replay)!r}, a checkpoint without the echoes of a BatchEcho to repeat.")
-    return EchoTrace(state["trace"])
+    trace = EchoTrace(state["trace"])
+    if state["place"] is not None:
+        trace.open_batch = (state["epoch"], state["place"]["fetch"])
+    return trace

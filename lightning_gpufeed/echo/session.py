@@ -17,7 +17,7 @@ from typing import Any
 from lightning_gpufeed.device.marks import StepClock
 from lightning_gpufeed.echo.cache import DeviceCache
 from lightning_gpufeed.echo.ledger import Step, StepLedger
-from lightning_gpufeed.echo.loader import EchoLoader, echo_loader
+from lightning_gpufeed.echo.loader import EchoLoader, echo_loader, leading_loader
 from lightning_gpufeed.echo.measures import EchoMeasures
 from lightning_gpufeed.echo.plan import EchoRule, EchoTrace, FixedEcho, Piece, pass_seed
 from lightning_gpufeed.echo.position import Ending, Place, Round
@@ -54,6 +54,7 @@ class EchoSession:
         current_epoch: Callable[[], int],
         num_processed: Callable[[], int],
         is_epoch_over: Callable[[], bool] = lambda: False,
+        is_cut_to_shortest: Callable[[], bool] = lambda: False,
         on_length_change: Callable[[int], None] = lambda change: None,
         clock: StepClock,
     ) -> None:
@@ -67,6 +68,7 @@ class EchoSession:
             current_epoch: Which epoch it is.
             num_processed: How many steps of this epoch are done.
             is_epoch_over: Whether these are all that the epoch will have, wherever in a batch it ends.
+            is_cut_to_shortest: Whether the shortest of several loaders ends an epoch, and not the longest.
             on_length_change: Called with the number of steps by which the epoch became longer.
             clock: Times the steps on their device.
         """
@@ -82,6 +84,7 @@ class EchoSession:
         self._current_epoch = current_epoch
         self._num_processed = num_processed
         self._is_epoch_over = is_epoch_over
+        self._is_cut_to_shortest = is_cut_to_shortest
         self._on_length_change = on_length_change
         self._members: list[EchoLoader] = []
         self._ledger = StepLedger()
@@ -201,9 +204,10 @@ class EchoSession:
             return False
         round_.num_pieces = max(1, min(self.num_splits, smallest))
         num_passes = self.rule.known_passes(self._current_epoch(), round_.fetch) or max(1, round_.num_counted)
-        if loader.has_length:
+        leader = leading_loader(self._members, self._is_cut_to_shortest())
+        if leader is not None:
             counted = round_.num_counted * round_.num_pieces
-            usual = self.rule.usual_passes * loader.expected_pieces(round_.fetch)
+            usual = self.rule.usual_passes * leader.expected_pieces(round_.fetch)
             self._grow(num_passes * round_.num_pieces - (counted or usual))
         round_.num_counted = num_passes
         return True
