@@ -148,7 +148,7 @@ class BatchEcho(Callback):
         """How often each batch was used: epoch -> passes over each of its batches. `replay=` takes it."""
         if self._session is not None:
             return self._session.trace.to_dict()
-        return {} if self._saved is None else dict(self._saved["trace"])
+        return dict(self._saved["trace"]) if self._saved else {}
 
     # Standing in for the loader --------------------------------------------------------------------------
 
@@ -357,6 +357,10 @@ class BatchEcho(Callback):
         if self._session is None:
             return dict(self._saved or {})
         return self._session.state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy keeps: the arguments, and what a checkpoint would hold."""
+        return {**self.__dict__, "_saved": self.state_dict(), "_session": None, "_vote": None, "_undo": []}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """See whether the steps that the checkpoint counts are batches: it was saved without this callback."""

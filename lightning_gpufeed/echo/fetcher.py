@@ -89,12 +89,16 @@ class _Source:
 
     def begin_again(self, loader: Any) -> None:
         """Begin another iteration."""
-        iterator = self._iterator
-        if inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:
-            # A generator that was not begun has not taken up the loaded state yet, which the next one would do.
-            next(iterator, None)
-            iterator.close()
+        if not self.is_begun:
+            # It has not taken up the loaded state yet, which the next one would do.
+            next(self._iterator, None)
         self._iterator = iter(loader)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the iteration has begun: a generator does with its first item."""
+        iterator = self._iterator
+        return not (inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED)
 
     def __call__(self, number: int = 0) -> _Fetched:
         begin = self.begun = time.perf_counter()
@@ -110,6 +114,7 @@ class BatchFetcher:
 
     Attributes:
         state_before: The loader's state before the batch taken last; None if it has none.
+        is_begun_before: Whether the iteration had begun then. One that is a generator begins with its first batch.
         state: The same after it.
     """
 
@@ -147,6 +152,7 @@ class BatchFetcher:
         self._num_taken = 0
         self._trial = trial
         self.state_before: Any = None
+        self.is_begun_before = True
         self.state: Any = None
 
     def take(self) -> Any:
@@ -158,6 +164,7 @@ class BatchFetcher:
         Raises:
             StopIteration: There is none.
         """
+        self.is_begun_before = self._num_taken > 0 or self._source.is_begun
         self.state_before = self._read_state() if self._num_taken == 0 else self.state
         begin = time.perf_counter()
         if self._feed is not None:

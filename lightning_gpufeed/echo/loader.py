@@ -143,6 +143,12 @@ class EchoLoader:
         return self.num_usual_steps(num_batches) + self._session.extra_steps if num_batches else 0
 
     @property
+    def _first_fetch(self) -> int:
+        """Number of the batch that the next iteration begins with; one of several loaders may be in a later round."""
+        first = self._session.first_fetch
+        return first % self.num_batches if len(self._session.wrapped) > 1 and self.num_batches else first
+
+    @property
     def _max_fetches(self) -> int | None:
         """Batches that an epoch takes at most, as far as a limit of its steps says that."""
         if self._max_steps is None:
@@ -245,7 +251,7 @@ class EchoLoader:
             self.read_state,
             self._session.measures.times,
             self._trial,
-            max_batches=min(limits) - self._session.first_fetch if limits else None,
+            max_batches=min(limits) - self._first_fetch if limits else None,
             begin_after=begin_after,
         )
         return _EchoIteration(self, self._session, self._fetcher)
@@ -317,6 +323,8 @@ class _EchoIteration:
         loader, session = self._loader, self._session
         piece = session.piece_for(loader)
         if loader.is_exhausted:
+            if piece.is_fetch and session.num_loaders > 1:
+                session.fetched(loader, None, False, self._fetcher)
             raise StopIteration
         if not piece.is_fetch:
             loader.announce()
@@ -336,7 +344,7 @@ class _EchoIteration:
         except StopIteration:
             batch, has_batch = None, False
         fetcher = self._fetcher
-        if not session.fetched(loader, batch, has_batch, fetcher.state_before, fetcher.state):
+        if not session.fetched(loader, batch, has_batch, fetcher):
             loader.is_exhausted = True
             raise StopIteration
         return batch

@@ -34,6 +34,7 @@ class Round:
         num_pieces: Pieces of a pass, 0 while that is not settled.
         smallest: Samples of the smallest batch.
         before: State of each loader before it.
+        begun: Whether each loader's iteration had begun before it; else that state is the one of the epoch before.
         after: State of each loader after it.
     """
 
@@ -42,20 +43,22 @@ class Round:
     num_pieces: int = 0
     smallest: int = MANY
     before: list[Any] = field(default_factory=list)
+    begun: list[bool] = field(default_factory=list)
     after: list[Any] = field(default_factory=list)
 
-    def keep_states(self, number: int, num_loaders: int, before: Any, after: Any) -> None:
+    def keep_states(self, number: int, num_loaders: int, before: Any, is_begun: bool, after: Any) -> None:
         """Keep the states of one loader, with or without a batch left.
 
         Args:
             number: Which loader.
             num_loaders: Of so many.
             before: Before its batch.
-            after: After it.
+            is_begun: Whether its iteration had begun then.
+            after: After the batch.
         """
-        self.before = self.before or [None] * num_loaders
-        self.after = self.after or [None] * num_loaders
-        self.before[number], self.after[number] = before, after
+        if not self.before:
+            self.before, self.begun, self.after = [None] * num_loaders, [True] * num_loaders, [None] * num_loaders
+        self.before[number], self.begun[number], self.after[number] = before, is_begun, after
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Place:
             "fetch": self.piece.fetch,
             "pass_index": self.piece.pass_index,
             "piece_index": self.piece.piece_index,
+            "num_pieces": self.latest.num_pieces,
+            "begun": self.latest.begun,
             "num_counted": self.latest.num_counted if self.piece.fetch == self.latest.fetch else 0,
             "is_decided": self.is_decided,
             "needs_batch_again": self.needs_batch_again,

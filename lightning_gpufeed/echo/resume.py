@@ -50,50 +50,63 @@ class SavedRun:
         self._settings: list[Any] = state["settings"]
         self._ending = Ending(**state["ending"])
         self._states = list(self._ending.states)
+        self._begun = [True] * len(self._states)
+        self._num_continued = 0
         if place is None:
             self.num_steps = None
             return
-        self.piece = Piece(place["fetch"], place["pass_index"], place["piece_index"])
+        piece = Piece(place["fetch"], place["pass_index"], place["piece_index"])
         needs_batch_again = place["needs_batch_again"]
         if not place["is_decided"]:
-            needs_batch_again = rule.wants_pass(state["epoch"], self.piece.fetch, self.piece.pass_index) is True
-            self.piece = self.piece if needs_batch_again else self.piece.next_fetch()
-        self.num_counted = place["num_counted"] if needs_batch_again else 0
+            needs_batch_again = rule.wants_pass(state["epoch"], piece.fetch, piece.pass_index) is True
+            piece = piece if needs_batch_again else piece.next_fetch()
+        self.piece = piece
         self._states = list(place["before"] if needs_batch_again else place["after"])
+        self._begun = place["begun"] if needs_batch_again else [True] * len(self._states)
+        if needs_batch_again:
+            self.num_counted = place["num_counted"]
+            if rule.known_passes(state["epoch"], piece.fetch) is None:
+                # Passes that were certain then are not now.
+                self.num_counted = piece.pass_index + 1
+                self.extra_steps -= (place["num_counted"] - self.num_counted) * place["num_pieces"]
 
-    def continue_loader(self, wrapped: EchoLoader) -> bool:
+    def continue_loader(self, wrapped: EchoLoader) -> None:
         """Have a loader begin where the other training stopped. Called once for each, in their order.
 
         Args:
             wrapped: The loader.
-
-        Returns:
-            False if it cannot, and the epoch begins with its first batch.
         """
-        loader = wrapped.loader
-        state = self._states.pop(0) if self._states else None
-        if state is None or not hasattr(loader, "load_state_dict"):
-            if self.piece is not None:
-                warnings.warn(
-                    f"the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and "
-                    f"load_state_dict to continue with: the rest of this epoch uses its first batches again.",
-                    stacklevel=2,
-                )
-            return False
-        loader.load_state_dict(state)
+        number, self._num_continued = self._num_continued, self._num_continued + 1
+        loader, is_same = wrapped.loader, wrapped.settings in self._settings
+        state = self._states[number] if number < len(self._states) else None
+        has_state = state is not None and hasattr(loader, "load_state_dict")
         if self.piece is None:
-            wrapped.begin_after = self._ending
-            if wrapped.settings not in self._settings and wrapped.num_batches is not None:
+            if has_state:
+                loader.load_state_dict(state)
+                wrapped.begin_after = self._ending
+            if not is_same and wrapped.num_batches is not None:
                 # The finished epoch would have another number of steps now.
                 self.extra_steps, self.num_steps = 0, wrapped.num_usual_steps(wrapped.num_batches)
-            return True
-        # A loader that counts its own batches may cut what is left of the epoch into other ones.
-        steps_done = getattr(getattr(loader, "position", None), "steps_done", self.piece.fetch)
-        if wrapped.settings not in self._settings or steps_done != self.piece.fetch:
+            return
+        num_fetches = self.piece.fetch
+        if not has_state:
+            is_same = False
+            warnings.warn(
+                f"the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and "
+                f"load_state_dict to continue with: the rest of this epoch uses its first batches again.",
+                stacklevel=2,
+            )
+        elif self._begun[number]:
+            loader.load_state_dict(state)
+            # A loader that counts its own batches may cut what is left of the epoch into other ones.
+            num_fetches = getattr(getattr(loader, "position", None), "steps_done", num_fetches)
+        elif number < len(self._ending.states):
+            loader.load_state_dict(self._ending.states[number])
+            wrapped.begin_after = self._ending
+        if not is_same or num_fetches != self.piece.fetch:
             # Other batches, or other passes over them: the batch that was worked on does not exist here.
-            self.piece, self.num_counted = Piece(steps_done), 0
-            self.num_steps = wrapped.num_usual_steps(steps_done) + self.extra_steps
-        return True
+            self.piece, self.num_counted = Piece(num_fetches), 0
+            self.extra_steps, self.num_steps = 0, wrapped.num_usual_steps(num_fetches)
 
 
 def read_trace(replay: str | Path | Mapping[int, Sequence[int]], state_key: str) -> EchoTrace:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_gpufeed.device.marks import StepClock
 from lightning_gpufeed.echo.cache import DeviceCache
+from lightning_gpufeed.echo.fetcher import BatchFetcher
 from lightning_gpufeed.echo.ledger import Step, StepLedger
 from lightning_gpufeed.echo.loader import EchoLoader, echo_loader, leading_loader
 from lightning_gpufeed.echo.measures import EchoMeasures
@@ -40,6 +41,7 @@ class EchoSession:
         measures: What this epoch did and took.
         device_cache: The batch that was fetched last, on its device.
         extra_steps: Steps of this epoch beyond (or short of) the length it began with.
+        wrapped: The loaders that were made part of this session, begun or not.
         saved: Another training's place to continue from, until the first step is made; None if there is none.
         latest: The piece that the step in progress, or the latest step, is on.
     """
@@ -90,7 +92,7 @@ class EchoSession:
         self._ledger = StepLedger()
         self.device_cache = DeviceCache(num_splits, is_first_in_order=not isinstance(rule, FixedEcho))
         self._ending = Ending()
-        self._wrapped: list[EchoLoader] = []
+        self.wrapped: list[EchoLoader] = []
         self._reading = threading.local()
 
     # The loaders' side -----------------------------------------------------------------------------------
@@ -111,15 +113,16 @@ class EchoSession:
         wrapped = echo_loader(loader, self, **options)
         if hasattr(loader, "is_latest_in_work"):
             loader.is_latest_in_work = self._is_latest_in_work
-        self._wrapped.append(wrapped)
+        self.wrapped.append(wrapped)
         if self.saved is not None:
-            self.saved = self.saved if self.saved.continue_loader(wrapped) else None
-            self.extra_steps = 0 if self.saved is None else self.saved.extra_steps
+            self.saved.continue_loader(wrapped)
+            self.extra_steps = self.saved.extra_steps
         return wrapped
 
     def enrol(self, loader: EchoLoader) -> None:
         """An iteration over a loader begins."""
-        if self._ledger.armed is None and self._ledger.asked is not None:
+        is_again = loader in self._members and not loader.is_exhausted
+        if is_again and self._ledger.armed is None and self._ledger.asked is not None:
             # No step was made of what was asked of the iteration before: it is given up, and all begin anew.
             self._begin_asking()
         if loader not in self._members:
@@ -132,7 +135,7 @@ class EchoSession:
 
     def num_steps_of(self, num_batches: int) -> int:
         """Steps that the first batches of an epoch take."""
-        return self._wrapped[0].num_usual_steps(num_batches) if self._wrapped else num_batches
+        return self.wrapped[0].num_usual_steps(num_batches) if self.wrapped else num_batches
 
     @property
     def first_fetch(self) -> int:
@@ -151,11 +154,12 @@ class EchoSession:
         """A loader gave its item for the latest step."""
         self._ledger.hand_out()
 
-    def fetched(self, loader: EchoLoader, batch: Any, has_batch: bool, before: Any, after: Any) -> bool:
+    def fetched(self, loader: EchoLoader, batch: Any, has_batch: bool, fetcher: BatchFetcher) -> bool:
         """A loader fetched for the step in the making, or has no batch left; whether the step takes place."""
         assert self._ledger.asked is not None
         round_ = self._ledger.asked.round
-        round_.keep_states(self._members.index(loader), len(self._members), before, after)
+        number, before, after = self._members.index(loader), fetcher.state_before, fetcher.state
+        round_.keep_states(number, len(self._members), before, fetcher.is_begun_before, after)
         if has_batch and self.num_splits > 1 and batch is not None:
             round_.smallest = min(round_.smallest, loader.num_samples(batch))
         if len(self._members) == 1:
@@ -275,7 +279,7 @@ class EchoSession:
         """New loaders are made: a finder's trial, which no hook ends, may have left its place behind."""
         self._forget_steps()
         self.close()
-        self._wrapped = []
+        self.wrapped = []
         if self.saved is None:
             self.extra_steps = 0
 
@@ -298,7 +302,7 @@ class EchoSession:
 
     def close(self) -> None:
         """End all threads."""
-        for wrapped in self._wrapped:
+        for wrapped in self.wrapped:
             wrapped.close()
 
     # Where to continue -----------------------------------------------------------------------------------
@@ -369,8 +373,8 @@ class EchoSession:
             "version": _STATE_VERSION,
             "epoch": self._current_epoch(),
             "place": None if place is None else place.to_dict(),
-            "ending": asdict(self._ending_now() if place is None else Ending()),
-            "settings": [member.settings for member in self._members],
+            "ending": asdict(self._ending_now() if place is None else self._ending),
+            "settings": [wrapped.settings for wrapped in self.wrapped],
             "num_steps": num_done,
             "extra_steps": self.extra_steps,
             "counts": self.measures.counts(self.latest if self._ledger.is_latest_undone(num_done) else None),
