@@ -168,14 +168,20 @@ class BatchEcho(Callback):
         self._take_back()
         self._session = None
         self._counts_batches = False
-        if self.echo_factor == 1 and self.num_splits == 1 and trainer.ckpt_path is None:
-            return
         if sum(isinstance(callback, BatchEcho) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has more than one BatchEcho; expected one.")
         if takes_iterator(pl_module):
             rank_zero_warn("BatchEcho does nothing: training_step(dataloader_iter) fetches its batches by itself.")
-            return
-        self._vote = HostVote()
+        elif not self._is_plain:
+            self._start_session(trainer, pl_module)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether batches are used as they are."""
+        return self.echo_factor == 1 and self.num_splits == 1
+
+    def _start_session(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._vote = HostVote(getattr(trainer.strategy, "_timeout", None))
         self._session = EchoSession(
             self._rule(),
             self.num_splits,
@@ -191,8 +197,8 @@ class BatchEcho(Callback):
         self._stand_in(trainer, pl_module, self._session)
 
     def _rule(self) -> EchoRule:
-        if self.echo_factor == 1 and self.num_splits == 1:
-            # Only there to continue a run that echoed: batches as they are.
+        if self._is_plain:
+            # Only there to continue a run that echoed.
             return AdaptiveEcho(1)
         if not self._is_auto:
             return FixedEcho(int(self.echo_factor))
@@ -229,7 +235,7 @@ class BatchEcho(Callback):
                 session.device_cache.clear()
                 device = device or strategy.root_device
                 batch = pl_module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
-                session.cache(split_loaders(trainer, batch, session.num_loaders))
+                session.cache(split_loaders(trainer, batch, len(session.members)))
                 del batch
             part = join_loaders(trainer, session.take())
             return pl_module._call_batch_hook("on_after_batch_transfer", part, dataloader_idx)
@@ -363,8 +369,11 @@ class BatchEcho(Callback):
         return {**self.__dict__, "_saved": self.state_dict(), "_session": None, "_vote": None, "_undo": []}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """See whether the steps that the checkpoint counts are batches: it was saved without this callback."""
-        self._counts_batches = not checkpoint.get("callbacks", {}).get(self.state_key)
+        """See whether the steps that the checkpoint counts are batches, or pieces of them."""
+        has_state = bool(checkpoint.get("callbacks", {}).get(self.state_key))
+        self._counts_batches = not has_state
+        if has_state and self._is_plain and trainer.state.fn == "fit" and not takes_iterator(pl_module):
+            self._start_session(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved place.

@@ -89,16 +89,15 @@ class _Source:
 
     def begin_again(self, loader: Any) -> None:
         """Begin another iteration."""
-        if not self.is_begun:
+        if not self.is_begun(loader):
             # It has not taken up the loaded state yet, which the next one would do.
             next(self._iterator, None)
         self._iterator = iter(loader)
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether the iteration has begun: a generator does with its first item."""
-        iterator = self._iterator
-        return not (inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED)
+    def is_begun(self, loader: Any) -> bool:
+        """Whether the iteration has begun: if `__iter__` is a generator, that happens with its first item."""
+        is_late = inspect.isgeneratorfunction(getattr(type(loader), "__iter__", None))
+        return not is_late or inspect.getgeneratorstate(self._iterator) != inspect.GEN_CREATED  # type: ignore[arg-type]
 
     def __call__(self, number: int = 0) -> _Fetched:
         begin = self.begun = time.perf_counter()
@@ -164,7 +163,7 @@ class BatchFetcher:
         Raises:
             StopIteration: There is none.
         """
-        self.is_begun_before = self._num_taken > 0 or self._source.is_begun
+        self.is_begun_before = self._num_taken > 0 or self._source.is_begun(self._loader)
         self.state_before = self._read_state() if self._num_taken == 0 else self.state
         begin = time.perf_counter()
         if self._feed is not None:

@@ -113,7 +113,8 @@ class EchoLoader:
     @property
     def settings(self) -> list[Any]:
         """What a place inside one of its batches depends on."""
-        return [self._session.rule.usual_passes, self._session.num_splits, self.samples_per_batch]
+        session = self._session
+        return [session.rule.usual_passes, session.num_splits, self.samples_per_batch, session.num_ranks]
 
     # What a Trainer sets on a loader must arrive there.
     @property
@@ -140,7 +141,8 @@ class EchoLoader:
             The number that is known now; it changes while batches are echoed by need.
         """
         num_batches = len(self.loader)
-        return self.num_usual_steps(num_batches) + self._session.extra_steps if num_batches else 0
+        # One of several loaders may have fewer batches than the epoch became shorter by.
+        return max(1, self.num_usual_steps(num_batches) + self._session.extra_steps) if num_batches else 0
 
     @property
     def _first_fetch(self) -> int:
@@ -212,7 +214,7 @@ class EchoLoader:
 
     def begin_fetch(self) -> None:
         """A batch is about to be fetched, perhaps one of several loaders', which may draw the same random numbers."""
-        self._trial.is_uninterrupted &= self._session.num_loaders == 1
+        self._trial.is_uninterrupted &= len(self._session.members) == 1
 
     def close(self) -> None:
         """End the thread of the running iteration."""
@@ -323,8 +325,6 @@ class _EchoIteration:
         loader, session = self._loader, self._session
         piece = session.piece_for(loader)
         if loader.is_exhausted:
-            if piece.is_fetch and session.num_loaders > 1:
-                session.fetched(loader, None, False, self._fetcher)
             raise StopIteration
         if not piece.is_fetch:
             loader.announce()

@@ -46,6 +46,11 @@ class Round:
     begun: list[bool] = field(default_factory=list)
     after: list[Any] = field(default_factory=list)
 
+    def next_round(self) -> Round:
+        """The one after it. A loader that has no batch left for it stays where it is."""
+        begun = [True] * len(self.after)
+        return Round(self.fetch + 1, before=list(self.after), begun=begun, after=list(self.after))
+
     def keep_states(self, number: int, num_loaders: int, before: Any, is_begun: bool, after: Any) -> None:
         """Keep the states of one loader, with or without a batch left.
 

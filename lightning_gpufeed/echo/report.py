@@ -104,7 +104,7 @@ class EchoReport:
 
 
 def _duration(seconds: float) -> str:
-    return f"{_short(seconds)} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+    return f"{_short(seconds)} s" if seconds >= 0.9995 else f"{seconds * 1000:.3g} ms"
 
 
 def _short(number: float) -> str:

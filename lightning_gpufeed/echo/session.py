@@ -41,6 +41,8 @@ class EchoSession:
         measures: What this epoch did and took.
         device_cache: The batch that was fetched last, on its device.
         extra_steps: Steps of this epoch beyond (or short of) the length it began with.
+        num_ranks: How many processes train together.
+        members: The loaders of this epoch.
         wrapped: The loaders that were made part of this session, begun or not.
         saved: Another training's place to continue from, until the first step is made; None if there is none.
         latest: The piece that the step in progress, or the latest step, is on.
@@ -79,6 +81,7 @@ class EchoSession:
         self.trace = EchoTrace()
         self.measures = EchoMeasures(clock)
         self.extra_steps = 0
+        self.num_ranks = vote.num_ranks
         self.saved: SavedRun | None = None
         self.latest: Piece | None = None
         self._seed = seed
@@ -88,7 +91,7 @@ class EchoSession:
         self._is_epoch_over = is_epoch_over
         self._is_cut_to_shortest = is_cut_to_shortest
         self._on_length_change = on_length_change
-        self._members: list[EchoLoader] = []
+        self.members: list[EchoLoader] = []
         self._ledger = StepLedger()
         self.device_cache = DeviceCache(num_splits, is_first_in_order=not isinstance(rule, FixedEcho))
         self._ending = Ending()
@@ -121,16 +124,16 @@ class EchoSession:
 
     def enrol(self, loader: EchoLoader) -> None:
         """An iteration over a loader begins."""
-        is_again = loader in self._members and not loader.is_exhausted
+        is_again = loader in self.members and not loader.is_exhausted
         if is_again and self._ledger.armed is None and self._ledger.asked is not None:
             # No step was made of what was asked of the iteration before: it is given up, and all begin anew.
             self._begin_asking()
-        if loader not in self._members:
-            self._members.append(loader)
+        if loader not in self.members:
+            self.members.append(loader)
             loader.num_yielded = self._ledger.num_asked
 
     def _begin_asking(self) -> None:
-        self._members = []
+        self.members = []
         self._ledger.begin_asking()
 
     def num_steps_of(self, num_batches: int) -> int:
@@ -158,13 +161,13 @@ class EchoSession:
         """A loader fetched for the step in the making, or has no batch left; whether the step takes place."""
         assert self._ledger.asked is not None
         round_ = self._ledger.asked.round
-        number, before, after = self._members.index(loader), fetcher.state_before, fetcher.state
-        round_.keep_states(number, len(self._members), before, fetcher.is_begun_before, after)
+        number, before, after = self.members.index(loader), fetcher.state_before, fetcher.state
+        round_.keep_states(number, len(self.members), before, fetcher.is_begun_before, after)
         if has_batch and self.num_splits > 1 and batch is not None:
             round_.smallest = min(round_.smallest, loader.num_samples(batch))
-        if len(self._members) == 1:
+        if len(self.members) == 1:
             return self._settle(round_, loader, has_batch)
-        if has_batch and loader is self._members[-1]:
+        if has_batch and loader is self.members[-1]:
             self._settle(round_, loader, True)
         return has_batch
 
@@ -178,7 +181,7 @@ class EchoSession:
                 self.begin_epoch()
             return Step(Piece(), Round(0))
         piece, round_ = self._ledger.asked
-        self._settle(round_, self._members[0], True)
+        self._settle(round_, self.members[0], True)
         if piece.piece_index + 1 < round_.num_pieces:
             return Step(piece.next_piece(), round_)
         if self._wants_pass(piece):
@@ -186,14 +189,14 @@ class EchoSession:
                 round_.num_counted += 1
                 self._grow(round_.num_pieces)
             return Step(piece.next_pass(), round_)
-        return Step(piece.next_fetch(), Round(piece.fetch + 1))
+        return Step(piece.next_fetch(), round_.next_round())
 
     def _wants_pass(self, piece: Piece) -> bool:
         wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
         if wants is not None:
             return wants
         # Everybody waits for the rank whose batch comes last.
-        return self._vote.minimum(1 - self.measures.is_late(self._members)) == [0]
+        return self._vote.minimum(1 - self.measures.is_late(self.members)) == [0]
 
     def _settle(self, round_: Round, loader: EchoLoader, has_batch: bool) -> bool:
         """Find the number of pieces of a round, the same on all ranks; whether the round takes place."""
@@ -208,7 +211,7 @@ class EchoSession:
             return False
         round_.num_pieces = max(1, min(self.num_splits, smallest))
         num_passes = self.rule.known_passes(self._current_epoch(), round_.fetch) or max(1, round_.num_counted)
-        leader = leading_loader(self._members, self._is_cut_to_shortest())
+        leader = leading_loader(self.members, self._is_cut_to_shortest())
         if leader is not None:
             counted = round_.num_counted * round_.num_pieces
             usual = self.rule.usual_passes * leader.expected_pieces(round_.fetch)
@@ -233,7 +236,7 @@ class EchoSession:
         if step is None:
             return None
         self.saved, self.latest = None, step.piece
-        self._settle(step.round, self._members[0], True)
+        self._settle(step.round, self.members[0], True)
         self.trace.add(self._current_epoch(), self.latest.fetch, self.latest.pass_index + 1)
         self.measures.count(self.latest)
         self.measures.clock.begin()
@@ -250,7 +253,7 @@ class EchoSession:
         """
         assert self._ledger.armed is not None
         seed = pass_seed(self._seed, self._vote.rank, self._current_epoch(), self._ledger.armed.piece.fetch)
-        self.device_cache.put(parts, [member.samples_per_batch for member in self._members], seed)
+        self.device_cache.put(parts, [member.samples_per_batch for member in self.members], seed)
 
     def take(self) -> list[Any]:
         """Copy the piece of the step that was armed out of the batch.
@@ -284,7 +287,7 @@ class EchoSession:
             self.extra_steps = 0
 
     def _forget_steps(self) -> None:
-        self._members = []
+        self.members = []
         self._ledger.begin_epoch()
         self.device_cache.clear()
 
@@ -323,7 +326,7 @@ class EchoSession:
         return Place(piece.next_pass(), round_, is_decided=wants is not None)
 
     def _are_at_end(self, piece: Piece) -> bool:
-        return all(member.is_at_end(piece.fetch + 1) for member in self._members)
+        return all(member.is_at_end(piece.fetch + 1) for member in self.members)
 
     def _ending_now(self) -> Ending:
         """How far the loaders were used, should the epoch be over."""
@@ -349,13 +352,8 @@ class EchoSession:
         """The state of a loader to continue from, with or without echoes."""
         place = self._place()
         states = [] if place is None else place.loader_states()
-        number = self._members.index(loader) if loader in self._members else 0
+        number = self.members.index(loader) if loader in self.members else 0
         return states[number] if number < len(states) else self.read_state(loader.loader)
-
-    @property
-    def num_loaders(self) -> int:
-        """Loaders of this epoch."""
-        return len(self._members)
 
     @property
     def mean_factor(self) -> float:

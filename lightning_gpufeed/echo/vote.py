@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,20 +17,25 @@ class HostVote:
 
     It has a process group of its own on the host's network (gloo), so that it neither waits for the device nor gets
     between collectives of the training. Every rank has to vote at the same places.
+
+    Attributes:
+        rank: This process; 0 if it is alone.
+        num_ranks: How many there are.
+        num_votes: Votes taken so far.
     """
 
-    def __init__(self) -> None:
-        """Join with all ranks of the default process group, if there are several: every rank has to call this."""
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        """Join with all ranks of the default process group, if there are several: every rank has to call this.
+
+        Args:
+            timeout: How long a rank waits for the others before it fails; None is what the backend takes.
+        """
         is_alone = (
             not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
         )
-        self._group: Any = None if is_alone else distributed.new_group(backend="gloo")
+        self._group: Any = None if is_alone else distributed.new_group(backend="gloo", timeout=timeout)
+        self.rank, self.num_ranks = (0, 1) if is_alone else (distributed.get_rank(), distributed.get_world_size())
         self.num_votes = 0
-
-    @property
-    def rank(self) -> int:
-        """This process; 0 if it is alone."""
-        return 0 if self._group is None else distributed.get_rank()
 
     def minimum(self, *numbers: int) -> list[int]:
         """Smallest of each number over all ranks.
