@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_gpufeed.device.feed import Feed
-from lightning_gpufeed.echo.position import Ending
 from lightning_gpufeed.echo.trial import GeneratorStates, ReadAheadTrial
 
 __all__ = ["BatchFetcher", "FetchTimes"]
@@ -125,7 +124,7 @@ class BatchFetcher:
         trial: ReadAheadTrial,
         *,
         max_batches: int | None = None,
-        begin_after: Ending | None = None,
+        begin_after: bool | None = None,
     ) -> None:
         """Begin an iteration; nothing is fetched yet.
 
@@ -136,7 +135,8 @@ class BatchFetcher:
             trial: Knows, or finds out, whether a thread may fetch.
             max_batches: How many batches will be taken at most. A thread asks for no more: asking may change the
                 loader. None if that is not known.
-            begin_after: The loader was given its state at the end of another epoch, and this one comes after it.
+            begin_after: Whether the loader had no batch left when the epoch was over whose state it was given, and
+                that this one comes after. None if there is no such epoch.
         """
         self._own_is_ready: Callable[[], bool] | None = getattr(loader, "is_ready", None)
         self._name = type(loader).__name__
@@ -188,12 +188,12 @@ class BatchFetcher:
 
     def _fetch(self) -> _Fetched:
         begin_after, self._begin_after = self._begin_after, None
-        if begin_after is not None and not begin_after.is_at_end:
+        if begin_after is False:
             self._source.begin_again(self._loader)
         try:
             return self._source()
         except StopIteration:
-            if begin_after is None or not begin_after.is_at_end:
+            if not begin_after:
                 raise
         # The loader has finished what was left of the other epoch: nothing. Others begin a new one by themselves.
         self._source.begin_again(self._loader)
@@ -213,6 +213,11 @@ class BatchFetcher:
             self._trial.wants_next()
             self._read_ahead_if_allowed()
         return self._feed is None or self._feed.is_ready()
+
+    @property
+    def num_taken(self) -> int:
+        """Batches taken from this iteration."""
+        return self._num_taken
 
     def seconds_to_go(self) -> float:
         """How long the batch in the making still takes, judging by the ones before. Zero if it is overdue."""

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_gpufeed.device.samples import BatchForm, count_samples
 from lightning_gpufeed.echo.cache import form_or_none
 from lightning_gpufeed.echo.fetcher import BatchFetcher
-from lightning_gpufeed.echo.position import Ending
 from lightning_gpufeed.echo.trial import ReadAheadTrial
 
 if TYPE_CHECKING:
@@ -40,7 +39,8 @@ class EchoLoader:
         loader: The loader.
         num_yielded: Items given in this epoch.
         is_exhausted: Whether the loader had no batch left.
-        begin_after: How far another training had used it; the next iteration is the epoch after that one.
+        begin_after: Whether it was at its end when the epoch was that the next iteration comes after; None if it does
+            not continue another training there.
         form: How samples lie in the batches it gives, None while that is not known.
     """
 
@@ -76,8 +76,9 @@ class EchoLoader:
         if not can_read_ahead or is_stream or hasattr(loader, "is_ready"):
             self._trial.verdict = False
         self._fetcher: BatchFetcher | None = None
+        self._first = 0
         self._max_steps = max_steps
-        self.begin_after: Ending | None = None
+        self.begin_after: bool | None = None
         batch_size = self.samples_per_batch
         if batch_size is not None and session.num_splits > batch_size:
             raise ValueError(
@@ -173,9 +174,11 @@ class EchoLoader:
             num_pieces -= self._session.num_splits - self.expected_pieces(num_fetches - 1)
         return self._session.rule.usual_passes * num_pieces
 
-    def is_at_end(self, num_fetches: int) -> bool:
-        """Whether an epoch has no batch left after so many."""
-        return self.is_exhausted or (self.has_length and num_fetches >= len(self.loader))
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the running iteration has no batch left."""
+        num_taken = self._first + (0 if self._fetcher is None else self._fetcher.num_taken)
+        return self.is_exhausted or (self.num_batches is not None and num_taken >= self.num_batches)
 
     def expected_pieces(self, fetch: int) -> int:
         """Pieces that a batch is expected to be cut into.
@@ -247,13 +250,14 @@ class EchoLoader:
         # A thread that fetches from the iteration before would be in the way of the new one.
         self.close()
         begin_after, self.begin_after = self.begin_after, None
+        self._first = self._first_fetch
         limits = [limit for limit in (self._max_fetches, self.num_batches) if limit is not None]
         self._fetcher = BatchFetcher(
             self.loader,
             self.read_state,
             self._session.measures.times,
             self._trial,
-            max_batches=min(limits) - self._first_fetch if limits else None,
+            max_batches=min(limits) - self._first if limits else None,
             begin_after=begin_after,
         )
         return _EchoIteration(self, self._session, self._fetcher)

@@ -116,8 +116,8 @@ class Ending:
 
     Attributes:
         states: State of each loader after its last batch that was used.
-        is_at_end: Whether they had no batch left; else the epoch was cut short.
+        is_at_end: Whether each had no batch left; else the epoch was cut short there.
     """
 
     states: list[Any] = field(default_factory=list)
-    is_at_end: bool = True
+    is_at_end: list[bool] = field(default_factory=list)

@@ -83,7 +83,7 @@ class SavedRun:
         if self.piece is None:
             if has_state:
                 loader.load_state_dict(state)
-                wrapped.begin_after = self._ending
+                wrapped.begin_after = self._ending.is_at_end[number]
             if not is_same and wrapped.num_batches is not None:
                 # The finished epoch would have another number of steps now.
                 self.extra_steps, self.num_steps = 0, wrapped.num_usual_steps(wrapped.num_batches)
@@ -102,7 +102,7 @@ class SavedRun:
             num_fetches = getattr(getattr(loader, "position", None), "steps_done", num_fetches)
         elif number < len(self._ending.states):
             loader.load_state_dict(self._ending.states[number])
-            wrapped.begin_after = self._ending
+            wrapped.begin_after = self._ending.is_at_end[number]
         if not is_same or num_fetches != self.piece.fetch:
             # Other batches, or other passes over them: the batch that was worked on does not exist here.
             self.piece, self.num_counted = Piece(num_fetches), 0

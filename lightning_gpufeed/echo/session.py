@@ -319,19 +319,16 @@ class EchoSession:
         if piece.piece_index + 1 < round_.num_pieces:
             return Place(piece.next_piece(), round_)
         wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
-        if wants is not True and self._are_at_end(piece):
+        if wants is not True and all(member.is_at_end for member in self.members):
             return None
         if wants is False:
             return Place(piece.next_fetch(), round_)
         return Place(piece.next_pass(), round_, is_decided=wants is not None)
 
-    def _are_at_end(self, piece: Piece) -> bool:
-        return all(member.is_at_end(piece.fetch + 1) for member in self.members)
-
     def _ending_now(self) -> Ending:
         """How far the loaders were used, should the epoch be over."""
         armed = self._ledger.armed
-        return self._ending if armed is None else Ending(armed.round.after, self._are_at_end(armed.piece))
+        return self._ending if armed is None else Ending(armed.round.after, [one.is_at_end for one in self.members])
 
     def _is_latest_in_work(self) -> bool:
         """Whether a loader's state has to have its latest batch come again."""
