@@ -125,6 +125,7 @@ class BatchFetcher:
         *,
         max_batches: int | None = None,
         begin_after: bool | None = None,
+        is_loaded: bool = False,
     ) -> None:
         """Begin an iteration; nothing is fetched yet.
 
@@ -137,6 +138,7 @@ class BatchFetcher:
                 loader. None if that is not known.
             begin_after: Whether the loader had no batch left when the epoch was over whose state it was given, and
                 that this one comes after. None if there is no such epoch.
+            is_loaded: Whether the loader was given its state inside this epoch.
         """
         self._own_is_ready: Callable[[], bool] | None = getattr(loader, "is_ready", None)
         self._name = type(loader).__name__
@@ -145,6 +147,7 @@ class BatchFetcher:
         self._source = _Source(iter(loader), read_state)
         self._max_batches = max_batches
         self._begin_after = begin_after
+        self._is_loaded = is_loaded
         self._read_state = read_state
         self._times = times
         self._feed: Feed[_Fetched] | None = None
@@ -163,7 +166,7 @@ class BatchFetcher:
         Raises:
             StopIteration: There is none.
         """
-        self.is_begun_before = self._num_taken > 0 or self._source.is_begun(self._loader)
+        self.is_begun_before = self._num_taken > 0 or self._is_loaded or self._source.is_begun(self._loader)
         self.state_before = self._read_state() if self._num_taken == 0 else self.state
         begin = time.perf_counter()
         if self._feed is not None:
@@ -213,6 +216,11 @@ class BatchFetcher:
             self._trial.wants_next()
             self._read_ahead_if_allowed()
         return self._feed is None or self._feed.is_ready()
+
+    @property
+    def pending_begin_after(self) -> bool | None:
+        """What the next iteration has to begin after, if this one was given up before it had begun."""
+        return None if self._source.is_begun(self._loader) else self._begin_after
 
     @property
     def num_taken(self) -> int:

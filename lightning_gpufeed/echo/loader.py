@@ -39,6 +39,7 @@ class EchoLoader:
         loader: The loader.
         num_yielded: Items given in this epoch.
         is_exhausted: Whether the loader had no batch left.
+        is_loaded: Whether it was given its state inside an epoch, and the next iteration goes on there.
         begin_after: Whether it was at its end when the epoch was that the next iteration comes after; None if it does
             not continue another training there.
         form: How samples lie in the batches it gives, None while that is not known.
@@ -79,6 +80,7 @@ class EchoLoader:
         self._first = 0
         self._max_steps = max_steps
         self.begin_after: bool | None = None
+        self.is_loaded = False
         batch_size = self.samples_per_batch
         if batch_size is not None and session.num_splits > batch_size:
             raise ValueError(
@@ -120,7 +122,10 @@ class EchoLoader:
     # What a Trainer sets on a loader must arrive there.
     @property
     def _iterator(self) -> Any:
-        return self.loader._iterator
+        # Who asks for it is about to shut its workers down: a thread that waits for them would wait forever.
+        iterator = self.loader._iterator
+        self.close()
+        return iterator
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
@@ -247,9 +252,12 @@ class EchoLoader:
         """
         self._session.enrol(self)
         self.is_exhausted = False
+        if self._fetcher is not None and self.begin_after is None:
+            self.begin_after = self._fetcher.pending_begin_after
         # A thread that fetches from the iteration before would be in the way of the new one.
         self.close()
         begin_after, self.begin_after = self.begin_after, None
+        is_loaded, self.is_loaded = self.is_loaded, False
         self._first = self._first_fetch
         limits = [limit for limit in (self._max_fetches, self.num_batches) if limit is not None]
         self._fetcher = BatchFetcher(
@@ -259,6 +267,7 @@ class EchoLoader:
             self._trial,
             max_batches=min(limits) - self._first if limits else None,
             begin_after=begin_after,
+            is_loaded=is_loaded,
         )
         return _EchoIteration(self, self._session, self._fetcher)
 

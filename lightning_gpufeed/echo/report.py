@@ -100,7 +100,7 @@ class EchoReport:
         share = f"{'at most ' if self.is_bound else ''}{free:.0%} of the echo was free (passes up to R), the rest"
         if self.is_adaptive:
             return f"{share} ran on when the next batch was there"
-        return f"{share} delayed fresh data (e > R): an echo_factor of {max(1, int(ratio))} would not"
+        return f"{share} delayed fresh data (e > R): an echo_factor of {max(1, int(round(ratio, 2)))} would not"
 
 
 def _duration(seconds: float) -> str:

@@ -96,8 +96,11 @@ class SavedRun:
                 f"load_state_dict to continue with: the rest of this epoch uses its first batches again.",
                 stacklevel=2,
             )
-        elif self._begun[number]:
+        elif self._begun[number] or self.piece.fetch > 0:
             loader.load_state_dict(state)
+            wrapped.is_loaded = True
+            if not self._begun[number]:  # one of several loaders, that began again inside the epoch
+                wrapped.begin_after = True
             # A loader that counts its own batches may cut what is left of the epoch into other ones.
             num_fetches = getattr(getattr(loader, "position", None), "steps_done", num_fetches)
         elif number < len(self._ending.states):

@@ -371,3 +371,163 @@ def test_torch_in_the_thread_takes_one_core_and_the_consumer_keeps_its_own():
     torch.set_num_threads(3)
     assert list(Feed(lambda _: torch.get_num_threads(), 3)) == [1, 1, 1]
     assert torch.get_num_threads() == 3
+
+
+# Items without a number, and ends that the producer decides -------------------------------------------------
+
+
+class Iterating:
+    """Makes items out of an iterator, which knows by itself when it is over."""
+
+    def __init__(self, num_items: int) -> None:
+        self.items = iter(range(num_items))
+        self.numbers: list[int] = []
+
+    def __call__(self, number: int) -> int:
+        self.numbers.append(number)
+        return next(self.items)
+
+
+@settings(max_examples=30)
+@given(num_items=st.integers(0, 20), num_slots=st.integers(1, 3))
+def test_without_a_number_items_come_until_the_producer_stops(num_items: int, num_slots: int) -> None:
+    produce = Iterating(num_items)
+    feed = Feed(produce, None, num_slots)
+    assert list(feed) == list(range(num_items))
+    assert produce.numbers == list(range(num_items + 1))
+    assert list(feed) == []  # and it is not asked again
+    assert produce.numbers == list(range(num_items + 1))
+    assert_no_reader_thread()
+
+
+def test_the_producer_may_stop_before_the_number_it_was_given():
+    assert list(Feed(Iterating(3), 10)) == [0, 1, 2]
+
+
+def test_the_producer_is_not_asked_beyond_the_number_it_was_given():
+    produce = Iterating(10)
+    assert list(Feed(produce, 3)) == [0, 1, 2]
+    assert produce.numbers == [0, 1, 2]
+
+
+def test_an_end_that_nobody_knew_of_is_ready_once_it_is_found():
+    log, gate = EventLog(), threading.Event()
+
+    def produce(number: int) -> str:
+        log.add(f"begin {number}")
+        if number == 1:
+            assert gate.wait(WAIT_SECONDS)
+            raise StopIteration
+        return f"item {number}"
+
+    feed = Feed(produce, None, num_slots=1)
+    assert next(feed) == "item 0"
+    log.wait_for("begin 1")
+    assert not feed.is_ready()  # an item may come yet
+    gate.set()
+    for thread in reader_threads():
+        thread.join(WAIT_SECONDS)
+    assert feed.is_ready()
+    with pytest.raises(StopIteration):
+        next(feed)
+
+
+def test_without_a_number_nothing_is_made_far_ahead():
+    log = EventLog()
+    feed = Feed(LoggedProducer(log), None, num_slots=1)
+    assert [next(feed) for _ in range(3)] == ["item 0", "item 1", "item 2"]
+    feed.close()
+    assert len([event for event in log.events if event.startswith("begin")]) <= 4
+
+
+def test_an_error_after_items_without_a_number_arrives_after_them():
+    error = ValueError("odd")
+    feed = Feed(LoggedProducer(EventLog(), errors={2: error}), None)
+    assert [next(feed), next(feed)] == ["item 0", "item 1"]
+    with pytest.raises(ValueError, match="odd") as caught:
+        next(feed)
+    assert caught.value is error
+
+
+def test_torch_in_the_thread_may_keep_the_number_of_cores_it_has():
+    torch.set_num_threads(3)
+    feed = Feed(lambda _: torch.get_num_threads(), 3, is_single_threaded=False)
+    assert list(feed) == [3, 3, 3]
+    assert torch.get_num_threads() == 3
+
+
+# Closing without waiting forever -----------------------------------------------------------------------------
+
+
+def test_closing_with_a_limit_does_not_wait_for_an_item_that_does_not_come():
+    log, gate = EventLog(), threading.Event()
+    feed = Feed(LoggedProducer(log, gates={1: gate}), 3)
+    assert next(feed) == "item 0"
+    log.wait_for("begin 1")
+    feed.close(timeout_seconds=0.01)
+    [thread] = reader_threads()
+    assert list(feed) == []  # closed all the same
+    gate.set()
+    thread.join(WAIT_SECONDS)
+    assert not thread.is_alive()
+    assert log.events == ["begin 0", "end 0", "begin 1", "end 1"]  # and no item after it
+
+
+def test_closing_with_a_limit_waits_for_an_item_that_comes_in_time():
+    log, gate = EventLog(), threading.Event()
+    feed = Feed(LoggedProducer(log, gates={0: gate}), 3)
+    log.wait_for("begin 0")
+    closer = threading.Thread(target=lambda: feed.close(timeout_seconds=WAIT_SECONDS))
+    closer.start()
+    gate.set()
+    closer.join(WAIT_SECONDS)
+    assert reader_threads() == []
+
+
+def test_an_item_that_comes_after_closing_is_dropped():
+    class Item:
+        pass
+
+    made: list[weakref.ref[Item]] = []
+    begun, gate = threading.Event(), threading.Event()
+
+    def produce(number: int) -> Item:
+        begun.set()
+        assert gate.wait(WAIT_SECONDS)
+        item = Item()
+        made.append(weakref.ref(item))
+        return item
+
+    feed = Feed(produce, None)
+    assert begun.wait(WAIT_SECONDS)
+    feed.close(timeout_seconds=0.01)
+    gate.set()
+    assert_no_reader_thread()
+    assert list(feed) == []
+    del feed
+    assert [item() for item in made] == [None]
+
+
+# Errors and memory -------------------------------------------------------------------------------------------
+
+
+def test_what_a_failed_producer_worked_with_is_let_go_when_its_error_was_handled():
+    # Worker processes of a loader, say, which live as long as their iterator.
+    class Resource:
+        pass
+
+    held: list[weakref.ref[Resource]] = []
+
+    def produce(number: int) -> int:
+        resource = Resource()
+        held.append(weakref.ref(resource))
+        raise FeedError("from far below")
+
+    gc.collect()
+    gc.disable()  # it would find a cycle, some time
+    try:
+        with pytest.raises(FeedError):
+            next(Feed(produce, None))
+        assert [resource() for resource in held] == [None]
+    finally:
+        gc.enable()

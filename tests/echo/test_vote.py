@@ -1,0 +1,146 @@
+"""What ranks agree on: alone, and in a real group of two processes (gloo), which is started once for all tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from lightning_gpufeed.echo.vote import HostVote, warn_uneven_ranks
+
+WORKER = Path(__file__).with_name("vote_worker.py")
+NUM_RANKS = 2
+LIMIT_SECONDS = 90
+
+
+class Ranks:
+    """What each rank wrote down, by the name of the scenario."""
+
+    def __init__(self, folder: Path, log: str) -> None:
+        self.folder = folder
+        self.log = log
+
+    def __getitem__(self, name: str) -> list[dict[str, Any]]:
+        files = [self.folder / f"{name}.{rank}.json" for rank in range(NUM_RANKS)]
+        assert all(file.exists() for file in files), f"not every rank finished {name!r}:\n{self.log[-4000:]}"
+        return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    logs = [(folder / f"log.{rank}").open("w") for rank in range(NUM_RANKS)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(NUM_RANKS), str(folder)],
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        for process in processes:
+            process.wait(LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass  # the test that misses a result shows the log
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for log in logs:
+            log.close()
+    return Ranks(folder, "\n".join((folder / f"log.{rank}").read_text() for rank in range(NUM_RANKS)))
+
+
+# Alone -----------------------------------------------------------------------------------------------------
+
+
+def assert_alone(vote: HostVote) -> None:
+    assert (vote.rank, vote.num_ranks) == (0, 1)
+    assert vote.minimum(3, -5, 2**62) == [3, -5, 2**62]
+    assert vote.minimum() == []
+    assert vote.num_votes == 0  # nobody was asked
+
+
+def test_one_process_decides_for_itself():
+    vote = HostVote()
+    assert_alone(vote)
+    vote.close()
+    vote.close()
+    assert_alone(vote)
+
+
+def test_a_group_of_one_rank_is_alone_too(tmp_path):
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    vote = HostVote()
+    assert_alone(vote)
+    vote.close()
+
+
+def test_a_rank_without_batches_is_told_of():
+    with pytest.warns(UserWarning, match="another rank has no batch left: the epoch ends here on all ranks"):
+        warn_uneven_ranks()
+
+
+# Two ranks -------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_act_on_the_smallest_of_each_number(ranks):
+    for rank, result in enumerate(ranks["votes"]):
+        assert result["rank"] == rank
+        assert result["smallest"] == [10, 19]
+        assert result["far"] == [2**62, -(2**41)]
+        assert result["many"] == [[-number] for number in range(20)]
+        assert result["num_votes"] == 22
+        assert result["sum"] == 1  # the ranks' own group goes on working
+
+
+def test_a_closed_vote_asks_nobody_and_still_knows_its_rank(ranks):
+    for rank, result in enumerate(ranks["votes"]):
+        assert (result["after"], result["rank_after"], result["num_ranks"]) == ([rank], rank, NUM_RANKS)
+
+
+def test_a_rank_that_waits_in_vain_fails_instead(ranks):
+    waiting, _ = ranks["in_vain"]
+    assert "imed out" in waiting["error"]  # in the words of gloo
+
+
+def test_all_ranks_cut_a_batch_into_as_many_pieces_as_the_smallest_allows(ranks):
+    first, second = ranks["pieces"]
+    assert first["steps"] == second["steps"]
+    # Batches of 4, 4, 3 and of 4, 4, 1: the last one is one piece.
+    assert first["steps"][-2:] == [[2, 0, 0], [2, 1, 0]]
+    assert len(first["steps"]) == 2 * (4 + 4 + 1)
+    assert [sorted(result["samples"][-1]) for result in (first, second)] == [[8, 9, 10], [8]]
+    assert first["changes"] == second["changes"] == [-6]  # both had counted on four pieces
+
+
+def test_every_rank_has_an_order_of_its_own(ranks):
+    first, second = ranks["orders"]
+    assert sorted(first["samples"][0]) == sorted(second["samples"][0]) == list(range(30))
+    assert first["samples"] != second["samples"]
+
+
+def test_ranks_with_unequal_numbers_of_batches_end_together_and_say_so(ranks):
+    first, second = ranks["uneven"]
+    assert first["steps"] == second["steps"]
+    assert len(first["steps"]) == 2 * 2 * 2
+    assert len(first["warnings"]) == 1
+    assert "another rank has no batch left" in first["warnings"][0]
+    assert second["warnings"] == []
+
+
+def test_all_ranks_wait_for_the_slowest_loader_with_the_same_echoes(ranks):
+    first, second = ranks["speeds"]
+    assert first["trace"] == second["trace"] == [3, 1, 2, 1]
+    assert first["steps"] == second["steps"]
+
+
+def test_the_report_is_about_the_slowest_loader(ranks):
+    assert [result["load_seconds"] for result in ranks["slowest"]] == [2.5, 2.5]
