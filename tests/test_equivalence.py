@@ -1,12 +1,17 @@
-"""Training through a DataModule of this package is bitwise training over a `TensorDataset` in the same order.
+"""Training with a part of this package is bitwise the training without it that it stands for.
 
-The other side of each comparison is plain Lightning: torch's `DataLoader` over tensors that were prepared
-beforehand, with a sampler that gives the order of `lightning_gpufeed.hdf5.order`.
+The other side of each comparison has no code of ours but the order of the samples:
+
+- a DataModule: plain Lightning, torch's `DataLoader` over tensors that were prepared beforehand, with a sampler that
+  gives the order of `lightning_gpufeed.hdf5.order`;
+- `BatchEcho` that does nothing, or has nothing to do: plain Lightning, the same loader;
+- `BatchEcho` that echoes: a training loop written by hand, in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_gpufeed import H5DataModule, H5ImageDataModule
+from lightning_gpufeed import BatchEcho, H5DataModule, H5ImageDataModule
+from lightning_gpufeed.echo.plan import pass_seed, piece_bounds
 from lightning_gpufeed.hdf5.order import NoShuffle, Shuffle, WindowShuffle
+from tests.callbacks.echo_models import wait_until
 from tests.datamodules.models import (
     MemoryLogger,
     OrderSampler,
@@ -312,3 +320,296 @@ def test_a_sanity_check_and_a_validation_beforehand_leave_the_training_as_it_is(
     assert [len(batch) for _, batch in model.evaluated["sanity"]] == [BATCH_SIZE]
     model.evaluated["sanity"].clear()
     assert differences(after, alone) == []
+
+
+# BatchEcho ---------------------------------------------------------------------------------------------------
+
+
+class Regularised(Recorder):
+    """A classifier with batch normalisation, and dropout from the global generator; it may wait for its loader."""
+
+    def __init__(self, num_features: int = 72, *, waits: bool = False, **settings: Any) -> None:
+        """Make the same weights every time."""
+        super().__init__(num_features, **settings)
+        self.norm = torch.nn.BatchNorm1d(num_features)
+        self.waits = waits
+
+    def loss_of(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch."""
+        return F.cross_entropy(self.layer(F.dropout(self.norm(images.flatten(1)), 0.3, self.training)), labels % 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """A step that is over when the next batch is there, so the loader keeps up on any machine."""
+        loss = super().training_step(batch, batch_idx)
+        if self.waits:
+            wait_until(self.trainer.train_dataloader.is_ready)
+        return loss
+
+
+def random_images(num_samples: int, seed: int = 0) -> TensorDataset:
+    """Images, and labels that number them."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(num_samples, 9, 8, generator=generator), torch.arange(num_samples))
+
+
+def shuffled_loader(**settings: Any) -> DataLoader[Any]:
+    """torch's own shuffling, from the global generator that dropout draws from too."""
+    return DataLoader(random_images(NUM_TRAIN), batch_size=BATCH_SIZE, shuffle=True, **settings)
+
+
+def fit_shuffled(
+    model: Recorder, folder: Path, echo: BatchEcho | None, loader: DataLoader[Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train, and leave out what only `BatchEcho` writes: its state, and its figures for the logger."""
+    torch.manual_seed(3)
+    loaders = shuffled_loader() if loader is None else loader, DataLoader(random_images(NUM_VAL, 1), batch_size=4)
+    seen = fit(model, folder, *loaders, callbacks=[] if echo is None else [echo], **settings)
+    if echo is not None and seen["checkpoint"]["callbacks"].pop("BatchEcho", None) is not None:
+        seen["logged"] = [(step, figures) for step, figures in seen["logged"] if not _are_of_echo(figures)]
+    return seen
+
+
+def _are_of_echo(figures: dict[str, float]) -> bool:
+    return all(name.startswith("gpufeed/echo/") for name in figures)
+
+
+ANY_TRAINING = [
+    {},
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    {"limit_train_batches": 4, "val_check_interval": 3},
+    {"limit_train_batches": 0.5, "num_sanity_val_steps": 1},
+    {"max_steps": 8},
+    {"val_check_interval": 1.0, "reload_dataloaders_every_n_epochs": 1},
+]
+
+
+@pytest.mark.parametrize("settings", ANY_TRAINING, ids=lambda settings: ",".join(settings) or "default")
+def test_echoing_once_in_one_piece_is_training_without_the_callback(tmp_path, settings):
+    plain = fit_shuffled(Regularised(schedule=True), tmp_path, None, **settings)
+    ours = fit_shuffled(Regularised(schedule=True), tmp_path, BatchEcho(1), **settings)
+    assert differences(ours, plain) == []
+
+
+@pytest.mark.parametrize("settings", ANY_TRAINING, ids=lambda settings: ",".join(settings) or "default")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_auto_with_a_loader_that_keeps_up_is_training_without_the_callback(tmp_path, settings, num_workers):
+    plain = fit_shuffled(
+        Regularised(schedule=True), tmp_path, None, shuffled_loader(num_workers=num_workers), **settings
+    )
+    # Not to scale is for the warning only: nothing is echoed, so there is nothing to scale either.
+    echo = BatchEcho("auto", scale_lr="inverse")
+    model = Regularised(schedule=True, waits=True)
+    ours = fit_shuffled(model, tmp_path, echo, shuffled_loader(num_workers=num_workers), **settings)
+    assert differences(ours, plain) == []
+    assert {passes for epoch in echo.trace.values() for passes in epoch} == {1}
+
+
+@pytest.mark.parametrize(("layout", "storage"), [("NCHW", "raw")])
+@pytest.mark.parametrize("echo", [lambda: BatchEcho(1), lambda: BatchEcho("auto")], ids=["once", "auto"])
+def test_echoing_images_that_keep_up_is_training_without_the_callback(tmp_path, files, layout, storage, echo):
+    train, val = files
+    data = {"val": val, "batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN, "std": STD}
+    torch.manual_seed(3)
+    plain = fit(Regularised(216, schedule=True), tmp_path, H5ImageDataModule(train, **data))
+    torch.manual_seed(3)
+    callback = echo()
+    model = Regularised(216, schedule=True, waits=callback.echo_factor == "auto")
+    ours = fit(model, tmp_path, H5ImageDataModule(train, **data), callbacks=[callback])
+    ours["checkpoint"]["callbacks"].pop("BatchEcho", None)
+    ours["logged"] = [(step, figures) for step, figures in ours["logged"] if not _are_of_echo(figures)]
+    assert differences(ours, plain) == []
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise from the generator that dropout draws from."""
+
+    def __init__(self) -> None:
+        """Note the samples."""
+        self.images, self.labels = random_images(NUM_TRAIN).tensors
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return NUM_TRAIN
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One sample, another one each time."""
+        return self.images[index] + torch.randn(9, 8), self.labels[index]
+
+
+def test_a_loader_that_draws_from_the_generator_of_the_steps_draws_the_same_with_auto(tmp_path):
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True)
+
+    plain = fit_shuffled(Regularised(keep_images=True), tmp_path, None, loader())
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        ours = fit_shuffled(Regularised(keep_images=True), tmp_path, BatchEcho("auto"), loader())
+    assert differences(ours, plain) == []
+
+
+# The loop that echoing stands for
+
+
+class OwnDropout(Regularised):
+    """Draws its dropout from a generator of its own: the global one is drawn from by loaders too."""
+
+    def __init__(self) -> None:
+        """Begin the generator."""
+        super().__init__(schedule=True)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def loss_of(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch."""
+        values = self.norm(images.flatten(1))
+        if self.training:
+            values = values * (torch.rand(values.shape, generator=self.generator) < 0.7)
+        return F.cross_entropy(self.layer(values), labels % 3)
+
+
+def by_hand(
+    model: Recorder,
+    batches: Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]],
+    passes_of: Callable[[int, int], int],
+    num_splits: int,
+    *,
+    schedule_steps: int,
+    accumulate: int = 1,
+    seed: int = 0,
+    is_adaptive: bool = False,
+    rate_factor: Callable[[list[int]], float] = lambda passes: 1.0,
+) -> dict[str, Any]:
+    """Train in plain PyTorch: each batch so often as said, in a new order each time, cut into pieces."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=schedule_steps)
+    order, losses, num_steps, passes_begun = [], [], 0, []
+    model.train()
+    for epoch in range(2):
+        fetched = batches(epoch)
+        left = sum(passes_of(epoch, fetch) * min(num_splits, len(labels)) for fetch, (_, labels) in enumerate(fetched))
+        in_epoch = 0
+        for fetch, (images, labels) in enumerate(fetched):
+            passes_begun.append(0)
+            for pass_index in range(passes_of(epoch, fetch)):
+                passes_begun[-1] += 1
+                # The seed, of rank 0, this epoch and this batch; of its first loader; of this pass.
+                number = pass_seed(pass_seed(pass_seed(seed, 0, epoch, fetch), 0), pass_index)
+                permutation = torch.randperm(len(labels), generator=torch.Generator().manual_seed(number))
+                if is_adaptive and pass_index == 0 and num_splits == 1:
+                    permutation = torch.arange(len(labels))
+                num_pieces = min(num_splits, len(labels))
+                for piece in range(num_pieces):
+                    first, stop = piece_bounds(len(labels), num_pieces, piece)
+                    chosen = permutation[first:stop]
+                    order.append((epoch, labels[chosen].tolist()))
+                    loss = model.loss_of(images[chosen], labels[chosen])
+                    losses.append(loss.item())
+                    if in_epoch % accumulate == 0:
+                        optimizer.zero_grad()
+                    (loss / accumulate).backward()
+                    in_epoch += 1
+                    if in_epoch % accumulate == 0 or in_epoch == left:
+                        factor = rate_factor(passes_begun)
+                        for group in optimizer.param_groups:
+                            group["lr"], unscaled = group["lr"] * factor, group["lr"]
+                        optimizer.step()
+                        for group in optimizer.param_groups:
+                            group["lr"] = unscaled
+                        num_steps += 1
+                        # Made for the steps that were known beforehand.
+                        if pass_index == 0 or not is_adaptive:
+                            schedule.step()
+    return {
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizers": [optimizer.state_dict()],
+        "schedulers": [schedule.state_dict()],
+        "global_step": num_steps,
+        "epoch": 2,
+        "order": order,
+        "losses": losses,
+    }
+
+
+ECHO_SAMPLES, ECHO_BATCH = 22, 8  # 8, 8 and 6: no piece has one sample only, which would have no variance
+
+
+def echoed_loader() -> DataLoader[Any]:
+    """A loader in an order of its own."""
+    sampler = OrderSampler(ECHO_SAMPLES, SEED)
+    return DataLoader(random_images(ECHO_SAMPLES), batch_size=ECHO_BATCH, sampler=sampler)
+
+
+def batches_in_order(epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of an epoch, without a loader."""
+    images, labels = random_images(ECHO_SAMPLES).tensors
+    sampler = OrderSampler(ECHO_SAMPLES, SEED)
+    sampler.set_epoch(epoch)
+    order = torch.tensor(list(sampler))
+    return [(images[index], labels[index]) for index in order.split(ECHO_BATCH)]
+
+
+def fit_echoed(folder: Path, echo: BatchEcho, **settings: Any) -> dict[str, Any]:
+    """The same training with the callback, and what its last checkpoint holds."""
+    model = OwnDropout()
+    trainer = make_trainer(max_epochs=2, callbacks=[echo], **settings)
+    trainer.fit(model, echoed_loader(), DataLoader(random_images(NUM_VAL, 1), batch_size=4))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return {
+        **state_of(trainer, model),
+        "order": model.trained,
+        "losses": model.losses,
+        "checkpoint": torch.load(folder / "end.ckpt", weights_only=True),
+        "validated": sorted({step for step, _ in model.evaluated["validate"]}),
+        "num_training_batches": trainer.num_training_batches,
+        "estimate": model.estimate,
+    }
+
+
+@pytest.mark.parametrize(
+    ("factor", "num_splits", "accumulate"), [(2, 2, 1), (3, 1, 1), (1, 3, 1), (2, 3, 1), (2, 2, 5), (3, 2, 4)]
+)
+@pytest.mark.parametrize("scale_lr", ["keep", "inverse"])
+def test_a_fixed_echo_is_a_loop_written_by_hand(tmp_path, factor, num_splits, accumulate, scale_lr):
+    num_batches = 3 * factor * num_splits
+    num_steps = 2 * -(-num_batches // accumulate)
+    echo = BatchEcho(factor, num_splits=num_splits, scale_lr=scale_lr, seed=4)
+    ours = fit_echoed(tmp_path, echo, accumulate_grad_batches=accumulate)
+    hand = by_hand(
+        OwnDropout(),
+        batches_in_order,
+        lambda epoch, fetch: factor,
+        num_splits,
+        schedule_steps=num_steps,
+        accumulate=accumulate,
+        seed=4,
+        rate_factor=lambda passes: 1 / factor if scale_lr == "inverse" else 1.0,
+    )
+    assert [name for name in hand if not same_bits(ours[name], hand[name])] == []
+    # What the checkpoint holds, and what was announced, is the same training.
+    checkpoint = ours["checkpoint"]
+    assert same_bits(dict(checkpoint["state_dict"]), hand["weights"])
+    assert same_bits(checkpoint["optimizer_states"], hand["optimizers"])
+    assert same_bits(checkpoint["lr_schedulers"], hand["schedulers"])
+    assert (checkpoint["global_step"], checkpoint["epoch"]) == (num_steps, 2)
+    assert (ours["num_training_batches"], ours["estimate"]) == (num_batches, num_steps)
+    assert ours["validated"] == [num_steps // 2, num_steps]
+    # The comparison itself is not empty.
+    assert len(ours["order"]) == 2 * num_batches
+    assert all(len(set(samples)) == len(samples) for _, samples in ours["order"])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("scale_lr", ["keep", "inverse"])
+def test_a_replayed_echo_is_a_loop_written_by_hand(tmp_path, num_splits, scale_lr):
+    trace = {0: [2, 1, 3], 1: [1, 4, 2]}
+    ours = fit_echoed(tmp_path, BatchEcho("auto", num_splits=num_splits, scale_lr=scale_lr, replay=trace))
+    hand = by_hand(
+        OwnDropout(),
+        batches_in_order,
+        lambda epoch, fetch: trace[epoch][fetch],
+        num_splits,
+        schedule_steps=2 * 3 * num_splits,
+        is_adaptive=True,
+        # How often a batch is used on average, as far as that is known.
+        rate_factor=lambda begun: len(begun) / sum(begun) if scale_lr == "inverse" else 1.0,
+    )
+    assert [name for name in hand if not same_bits(ours[name], hand[name])] == []
+    assert ours["checkpoint"]["callbacks"]["BatchEcho"]["trace"] == trace
