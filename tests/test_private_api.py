@@ -10,7 +10,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gpufeed.echo.loader import REPEATED
 from tests.datamodules.models import make_trainer
 
 NUM_BATCHES = 3
@@ -489,6 +491,378 @@ def test_a_sanity_check_and_a_validation_are_not_training():
         ("test", False, True, False),
         ("predict", False, False, True),
     ]
+
+
+# How a Trainer runs an epoch: BatchEcho stands in the middle of it ----------------------------------------------
+
+
+class Looking(pl.Callback):
+    """Calls a function of the Trainer in one of its hooks."""
+
+    def __init__(self, **hooks: Callable[[pl.Trainer], Any]) -> None:
+        """Note hook name -> function."""
+        for name, function in hooks.items():
+            setattr(self, name, lambda trainer, *_, function=function, **__: function(trainer))
+
+
+def lists(number: int, length: int = 4) -> list[Any]:
+    """Loaders that are lists of batches, in an object, as a list would be a nest of loaders."""
+
+    class Batches:
+        def __len__(self) -> int:
+            return length
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter([torch.ones(2, 4)] * length)
+
+    return [Batches() for _ in range(number)]
+
+
+class Unsized:
+    """A loader without a length, that notes what is taken."""
+
+    def __init__(self, events: list[str], length: int = NUM_BATCHES) -> None:
+        """Note into a common list."""
+        self.events, self.length = events, length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """From the first one."""
+        for _ in range(self.length):
+            self.events.append("next")
+            yield torch.ones(2, 4)
+
+
+def test_a_batch_is_converted_hooked_and_moved_in_this_order_once_a_step():
+    """BatchEcho asks what a step is on in `_on_before_batch_transfer` and gives the piece in `batch_to_device`, both
+    patched on the instance. If this fails, look at `_TrainingEpochLoop.advance`: a call that comes elsewhere, or is
+    looked up on the class, would train on a placeholder.
+    """
+    events: list[str] = []
+
+    def watched(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return own(*args, **kwargs)
+
+        owner.__dict__[name] = call
+
+    model = Model(events)
+
+    def begin(trainer: pl.Trainer) -> None:
+        watched(trainer.precision_plugin, "convert_input")
+        watched(trainer.strategy, "batch_to_device")
+        watched(model, "_on_before_batch_transfer")
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_start=begin)]).fit(model, *lists(1, 2))
+    step = ["convert_input", "_on_before_batch_transfer", "batch_to_device"]
+    assert events == [*step, "step 0", *step, "step 1"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true", "bf16-mixed"])
+def test_what_is_no_container_and_no_tensor_passes_through_unconverted(precision):
+    """An EchoLoader yields REPEATED for a step on a batch that is on the device already. If this fails, the precision
+    plug-in looks into it: make REPEATED something that it lets pass.
+    """
+    assert make_trainer(precision=precision).precision_plugin.convert_input(REPEATED) is REPEATED
+
+
+def test_the_hook_before_the_transfer_and_the_other_two_are_called_through_these_names():
+    """BatchEcho runs `transfer_batch_to_device` once a batch and `on_after_batch_transfer` for every piece, by
+    `_call_batch_hook`. If this fails, look for how `_apply_batch_transfer_handler` calls them now.
+    """
+    called: list[str] = []
+
+    class Calling(Model):
+        def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
+            called.append(hook_name)
+            return super()._call_batch_hook(hook_name, *args)
+
+    make_trainer(max_epochs=1).fit(Calling([]), *lists(1, 1))
+    assert called == ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+
+
+def test_each_training_loader_is_processed_before_its_length_is_taken_and_no_other_one_while_training():
+    """BatchEcho wraps loaders in `strategy.process_dataloader`, patched on the instance. If this fails, look at
+    `_FitLoop.setup_data`: lengths, limits and schedules would be those without echoes, or a validation loader would
+    be echoed.
+    """
+    events: list[str] = []
+
+    class Asked(Loader):
+        def __len__(self) -> int:
+            if not self.events or self.events[-1] != "len":
+                self.events.append("len")
+            return self.length
+
+    class Wrapping(Model):
+        def setup(self, stage: str) -> None:
+            own = self.trainer.strategy.process_dataloader
+
+            def process(loader: Any) -> Any:
+                events.append(f"process in {self.trainer.state.stage.value}")
+                return Asked(events, 2) if self.trainer.training else own(loader)
+
+            self.trainer.strategy.__dict__["process_dataloader"] = process
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    trainer = make_trainer(max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(Wrapping(events), lists(2, 4), *lists(1))
+    begin = events.index("process in train")
+    assert set(events[:begin]) == {"process in sanity_check"}
+    assert events[begin : begin + 3] == ["process in train", "process in train", "len"]
+    assert trainer.num_training_batches == 2
+    assert [event for event in events if event.startswith("step")] == ["step 0", "step 1"]
+
+
+def test_callbacks_are_set_up_before_the_module_is_asked_for_optimizers_and_loaders():
+    """BatchEcho stands in from `Callback.setup` on. If this fails, `estimated_stepping_batches`, which sets up the
+    loaders, is read before that, and schedules end too early.
+    """
+    events: list[str] = []
+
+    class Asking(Model):
+        def setup(self, stage: str) -> None:
+            events.append("module's setup")
+
+        def configure_optimizers(self) -> Any:
+            events.append("optimizers")
+            return super().configure_optimizers()
+
+    looking = Looking(setup=lambda trainer: events.append("callback's setup"))
+    make_trainer(max_epochs=1, callbacks=[looking]).fit(Asking(events, reads_estimate=True), Data(events))
+    assert events[:5] == [
+        "setup True",
+        "callback's setup",
+        "module's setup",
+        "optimizers",
+        "train_dataloader at epoch 0",
+    ]
+
+
+def test_the_setup_of_the_training_loader_is_found_on_the_loop_itself():
+    """WatchSetup puts itself in the place of `fit_loop.setup_data`, and asks `_combined_loader` and
+    `_should_reload_train_dl` whether it will make new loaders. If this fails, look for who sets up the loaders: a
+    finder's validation loader would be echoed.
+    """
+    seen: list[tuple[bool, bool]] = []
+
+    def begin(trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop
+        own = loop.setup_data
+
+        def setup_data() -> None:
+            before = loop._combined_loader
+            will_make = before is None or bool(loop._should_reload_train_dl)
+            own()
+            seen.append((will_make, loop._combined_loader is not before))
+
+        loop.__dict__["setup_data"] = setup_data
+
+    trainer = make_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=2, callbacks=[Looking(setup=begin)])
+    trainer.fit(Model([], reads_estimate=True), Data([]))
+    assert all(will_make == has_made for will_make, has_made in seen)
+    assert [has_made for _, has_made in seen].count(True) == 2
+    assert len(seen) >= 4
+
+
+def lengthen(trainer: pl.Trainer) -> None:
+    """What `lengthen_epoch` does, in the bare names of Lightning: two steps more."""
+    loop = trainer.fit_loop
+    loop._combined_loader._limits[0] += 2
+    loop._data_fetcher.length = len(loop._combined_loader)
+    loop.max_batches = loop._data_fetcher.length
+
+
+def test_an_epoch_ends_when_the_fetcher_has_given_its_length_and_the_loader_its_limit():
+    """BatchEcho lengthens a running epoch in `_combined_loader._limits`, `_data_fetcher.length` and
+    `fit_loop.max_batches`. If this fails, look for what ends an epoch now (`_DataFetcher.done`): with "auto" it would
+    end before the last batches, or without a last step for accumulation and validation.
+    """
+    events: list[str] = []
+
+    def at_first(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 1:
+            assert trainer.fit_loop._combined_loader._limits == [trainer.fit_loop._data_fetcher.length] == [4]
+            lengthen(trainer)
+
+    trainer = make_trainer(max_epochs=1, limit_train_batches=0.5, callbacks=[Looking(on_train_batch_end=at_first)])
+    trainer.fit(Model(events), *lists(1, 8))
+    assert events == [f"step {number}" for number in range(6)]
+    assert trainer.num_training_batches == 6
+    assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def test_the_last_step_of_an_epoch_steps_the_optimizer_by_the_same_numbers():
+    """Accumulation ends with the last step of an epoch: `_num_ready_batches_reached` goes by `max_batches` and
+    `is_last_batch`. If this fails, gradients of a lengthened epoch are carried into the next one, or the optimizer
+    steps at the end that the epoch had at first.
+    """
+    steps: list[int] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 0:
+            lengthen(trainer)
+        steps.append(trainer.global_step)
+
+    looking = Looking(on_train_batch_end=look)
+    trainer = make_trainer(max_epochs=1, limit_train_batches=0.5, callbacks=[looking], accumulate_grad_batches=5)
+    trainer.fit(Model([]), *lists(1, 8))
+    assert steps == [0, 0, 0, 0, 1, 2]
+
+
+def test_a_loader_without_a_length_is_asked_for_one_item_ahead():
+    """BatchEcho keeps a queue of the steps that were handed out. If this fails Lightning reads further ahead, or not at
+    all, and nothing is broken; but with "auto" a decision falls earlier or later.
+    """
+    events: list[str] = []
+    make_trainer(max_epochs=1).fit(Model(events), Unsized(events))
+    assert events == ["next", "next", "step 0", "next", "step 1", "step 2"]
+
+
+@no_callback
+def test_a_resumed_epoch_goes_on_after_the_steps_that_are_counted_as_done_when_training_starts(tmp_path):
+    """BatchEcho corrects `batch_progress.current` in `on_train_start`. If this fails, look for where a resumed epoch
+    takes its begin from (`data_fetcher.fetched`): it would have too many or too few steps.
+    """
+    checkpoint = save_in_the_middle(tmp_path, StatefulLoader)
+
+    def begin(trainer: pl.Trainer) -> None:
+        current = trainer.fit_loop.epoch_loop.batch_progress.current
+        # Saved at the end of the second step, before it was counted as completed.
+        assert (current.ready, current.started, current.processed, current.completed) == (2, 2, 2, 1)
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(current, name, getattr(current, name) - 1)
+
+    events: list[str] = []
+    trainer = make_trainer(max_epochs=1, callbacks=[Looking(on_train_start=begin)])
+    trainer.fit(Model(events), Data(events, StatefulLoader), ckpt_path=checkpoint)
+    assert [event for event in events if event.startswith("step")] == ["step 1", "step 2"]
+
+
+def test_batches_of_several_loaders_are_joined_by_a_spec_that_takes_them_apart_again():
+    """`split_loaders` and `join_loaders` use `_combined_loader._spec`, `is_cut_to_shortest` its `_mode`. If this fails,
+    look for how a CombinedLoader puts its batches into the nest of its loaders, and keeps its mode.
+    """
+    combined = CombinedLoader({"a": [1, 2], "b": [[3, 4]]}, "min_size")
+    iter(combined)
+    batch, _, _ = next(combined)
+    parts = combined._spec.flatten_up_to(batch)
+    assert parts == [1, 3]
+    assert combined._spec.unflatten(parts) == batch == {"a": 1, "b": [3]}
+    assert combined._mode == "min_size"
+
+
+def test_step_wise_schedules_are_moved_by_a_method_found_on_the_loop_itself():
+    """ScheduleByFreshBatches puts itself in the place of `epoch_loop.update_lr_schedulers` and moves schedules with
+    `_update_learning_rates`. If this fails, look for who calls them: with "auto" schedules would end too early.
+    """
+    calls: list[tuple[str, bool]] = []
+    moved: list[int] = []
+
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+
+    model = Scheduled([])
+
+    def begin(trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop
+
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            calls.append((interval, update_plateau_schedulers))
+            if interval == "step" and not update_plateau_schedulers and len(moved) < 2:
+                loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
+                moved.append(model.scheduler.last_epoch)
+
+        loop.__dict__["update_lr_schedulers"] = update
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_start=begin)]).fit(model, *lists(1, 3))
+    assert moved == [1, 2]
+    assert model.scheduler.last_epoch == 2
+    step = [("step", False), ("step", True)]
+    assert calls == [*step, *step, ("step", False), ("epoch", False), ("step", True), ("epoch", True)]
+
+
+def test_whether_to_validate_is_decided_after_callbacks_have_seen_the_end_of_the_step():
+    """BatchEcho sets `trainer.val_check_batch` in `on_train_batch_end` where an interval is a share of an epoch. If
+    this fails, look at `_should_check_val_fx`: with "auto" validation would come at other places.
+    """
+    events: list[str] = []
+
+    class Validating(Model):
+        def on_validation_start(self) -> None:
+            events.append("validation")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    def look(trainer: pl.Trainer) -> None:
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        trainer.val_check_batch = batch_idx + 1 if batch_idx == 1 else batch_idx + 2
+
+    looking = Looking(on_train_batch_end=look)
+    make_trainer(max_epochs=1, val_check_interval=0.25, callbacks=[looking]).fit(Validating(events), *lists(2, 4))
+    assert events == ["step 0", "step 1", "validation", "step 2", "step 3"]
+
+
+def test_a_trainer_that_validates_by_the_clock_has_no_interval():
+    """`share_between_checks` reads the interval with a default. If this fails the default can go."""
+    assert not hasattr(make_trainer(val_check_interval="00:00:01:00"), "val_check_interval")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_an_error_callbacks_are_told_of_it_and_not_torn_down(error):
+    """BatchEcho takes everything back in `on_exception` for this reason. If `teardown` is called too nothing is broken;
+    if `on_exception` is not, threads and patches stay behind.
+    """
+    events: list[str] = []
+
+    class Failing(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            raise error
+
+    looking = Looking(
+        on_exception=lambda trainer: events.append("on_exception"), teardown=lambda trainer: events.append("teardown")
+    )
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        make_trainer(max_epochs=1, callbacks=[looking]).fit(Failing([]), *lists(1))
+    assert events == ["on_exception"]
+
+
+def test_the_bars_have_these_names_for_what_they_show(capsys):
+    """`lengthen_epoch` sets the total of a bar that is shown already. If this fails, look for where TQDMProgressBar and
+    RichProgressBar keep the bar of an epoch: its total would stay that of an epoch without echoes.
+    """
+    totals: list[float | None] = []
+    before: list[Any] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, TQDMProgressBar):
+            totals.append(bar._train_progress_bar.total)
+        else:
+            bar.progress.update(bar.train_progress_bar_id, total=7)
+            totals.append(bar.progress.tasks[bar.train_progress_bar_id].total)
+
+    def begin(trainer: pl.Trainer) -> None:
+        bar = trainer.progress_bar_callback
+        before.append(bar._train_progress_bar if isinstance(bar, TQDMProgressBar) else bar.train_progress_bar_id)
+
+    for bar in (TQDMProgressBar(), RichProgressBar()):
+        looking = Looking(setup=begin, on_train_batch_end=look)
+        make_trainer(max_epochs=1, callbacks=[bar, looking], enable_progress_bar=True).fit(Model([]), *lists(1, 3))
+    assert before == [None, None]
+    assert totals == [3, 3, 3, 7, 7, 7]
+    capsys.readouterr()
 
 
 # torch -------------------------------------------------------------------------------------------------------
