@@ -23,10 +23,10 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     join_loaders,
     lengthen_epoch,
     num_processed,
+    obstacle_to_echo,
     set_processed,
     share_between_checks,
     split_loaders,
-    takes_iterator,
     trains_uninterrupted,
 )
 from lightning_gpufeed.device.marks import StepClock
@@ -170,8 +170,9 @@ class BatchEcho(Callback):
         self._counts_batches = False
         if sum(isinstance(callback, BatchEcho) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has more than one BatchEcho; expected one.")
-        if takes_iterator(pl_module):
-            rank_zero_warn("BatchEcho does nothing: training_step(dataloader_iter) fetches its batches by itself.")
+        obstacle = obstacle_to_echo(trainer, pl_module)
+        if obstacle is not None:
+            rank_zero_warn(f"BatchEcho does nothing: {obstacle}.")
         elif not self._is_plain:
             self._start_session(trainer, pl_module)
 
@@ -372,7 +373,7 @@ class BatchEcho(Callback):
         """See whether the steps that the checkpoint counts are batches, or pieces of them."""
         has_state = bool(checkpoint.get("callbacks", {}).get(self.state_key))
         self._counts_batches = not has_state
-        if has_state and self._is_plain and trainer.state.fn == "fit" and not takes_iterator(pl_module):
+        if has_state and self._is_plain and trainer.state.fn == "fit" and not obstacle_to_echo(trainer, pl_module):
             self._start_session(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "join_loaders",
     "lengthen_epoch",
     "num_processed",
+    "obstacle_to_echo",
     "set_processed",
     "share_between_checks",
     "split_loaders",
@@ -111,6 +113,16 @@ def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
         bar.train_progress_bar.total = bar.total_train_batches
     elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
         bar.progress.update(bar.train_progress_bar_id, total=bar.total_train_batches)
+
+
+def obstacle_to_echo(trainer: Trainer, module: LightningModule) -> str | None:
+    """Why batches cannot be used again on the device; None if they can."""
+    if takes_iterator(module):
+        return "training_step(dataloader_iter) fetches its batches by itself"
+    strategy = type(trainer.strategy)
+    if strategy.batch_to_device is not Strategy.batch_to_device:
+        return f"{strategy.__name__} moves batches to the device in a way of its own"
+    return None
 
 
 def takes_iterator(module: LightningModule) -> bool:

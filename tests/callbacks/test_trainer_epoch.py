@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_gpufeed import BatchEcho
@@ -28,6 +29,7 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     join_loaders,
     lengthen_epoch,
     num_processed,
+    obstacle_to_echo,
     set_processed,
     share_between_checks,
     split_loaders,
@@ -499,3 +501,13 @@ def test_a_schedule_moves_at_the_fresh_steps_only_and_as_the_trainer_would(accum
     standing.stand_in.remove()
     assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop)
     standing.stand_in.remove()
+
+
+def test_a_strategy_that_moves_batches_in_its_own_way_is_no_place_for_echoes():
+    class OwnWay(SingleDeviceStrategy):
+        def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            return batch
+
+    trainer = make_trainer(strategy=OwnWay(device="cpu"))
+    assert "OwnWay moves batches" in str(obstacle_to_echo(trainer, EchoModel()))
+    assert obstacle_to_echo(make_trainer(), EchoModel()) is None
