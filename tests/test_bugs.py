@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpufeed import FeedError, H5DataModule, H5ImageDataModule, H5Loader, LayoutError, PackError
+from lightning_gpufeed import BatchEcho, FeedError, H5DataModule, H5ImageDataModule, H5Loader, LayoutError, PackError
 from lightning_gpufeed.device.images import ImagePreparation
+from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoTrace
 from lightning_gpufeed.hdf5.writer import pack
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
 
@@ -428,3 +431,37 @@ def test_numpy_integers_do_not_get_into_checkpoints(train):
     with H5Loader(train, np.int64(4), seed=np.int64(3)) as loader:
         next(iter(loader))
         assert json.loads(json.dumps(loader.state_dict()))["seed"] == 3
+
+
+def test_batches_that_come_in_bursts_are_used_as_often_as_the_limit_allows_on_average():
+    # The limit held for each batch: with four workers three of four batches were ready at once, were used once, and
+    # the fourth not often enough to bridge the time to the next burst. Steps waited 44 % of the time.
+    rule, trace = AdaptiveEcho(5), EchoTrace()
+    used = []
+    for fetch in range(8):
+        is_last_of_burst = fetch % 4 == 3
+        passes = 1
+        while is_last_of_burst and rule.wants_pass(0, fetch, passes, trace.unused(0, fetch, 4)) is None:
+            passes += 1
+        trace.add(0, fetch, passes)
+        used.append(passes)
+    assert used == [1, 1, 1, 17, 1, 1, 1, 17]
+
+
+@pytest.mark.parametrize("step", [1, 3, 6, 9])
+def test_a_run_resumed_inside_a_batch_of_a_loader_without_state_has_the_steps_it_was_to_have(tmp_path, step):
+    # The passes over the batch in work were begun anew, while `global_step` kept the steps that were done: OneCycleLR
+    # raised at the end.
+    def train(checkpoint: Path | None) -> pl.Trainer:
+        model = Recorder(2, schedule=True)
+        saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [BatchEcho(2, num_splits=2, scale_lr="keep"), *([] if checkpoint else [saver])]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=2, enable_checkpointing=not checkpoint)
+        data = TensorDataset(torch.randn(20, 2), torch.arange(20))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(model, DataLoader(data, 4, shuffle=True), ckpt_path=checkpoint, weights_only=False)
+        return trainer
+
+    whole = train(None)
+    assert train(tmp_path / f"step={step}.ckpt").global_step == whole.global_step == 40

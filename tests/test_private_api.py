@@ -760,7 +760,7 @@ def test_batches_of_several_loaders_are_joined_by_a_spec_that_takes_them_apart_a
 
 
 def test_step_wise_schedules_are_moved_by_a_method_found_on_the_loop_itself():
-    """ScheduleByFreshBatches puts itself in the place of `epoch_loop.update_lr_schedulers` and moves schedules with
+    """ScheduleByProgress puts itself in the place of `epoch_loop.update_lr_schedulers` and moves schedules with
     `_update_learning_rates`. If this fails, look for who calls them: with "auto" schedules would end too early.
     """
     calls: list[tuple[str, bool]] = []

@@ -15,11 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_gpufeed.callbacks.scaled_rate import ScaledRate
 from lightning_gpufeed.callbacks.trainer_epoch import (
     HookOncePerBatch,
-    ScheduleByFreshBatches,
+    ScheduleByProgress,
     WatchSetup,
-    absolute_limit,
-    is_bounded_by_steps,
     is_cut_to_shortest,
+    is_limited,
     join_loaders,
     lengthen_epoch,
     num_processed,
@@ -30,7 +29,7 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     trains_uninterrupted,
 )
 from lightning_gpufeed.device.marks import StepClock
-from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, FixedEcho, ReplayedEcho
+from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho, at_least_one
 from lightning_gpufeed.echo.report import EchoReport
 from lightning_gpufeed.echo.resume import read_trace
 from lightning_gpufeed.echo.session import EchoSession
@@ -117,10 +116,10 @@ class BatchEcho(Callback):
         super().__init__()
         self._is_auto = isinstance(echo_factor, str) and echo_factor == "auto"
         if not self._is_auto:
-            echo_factor = _at_least_one("echo_factor", echo_factor, "or 'auto'")
+            echo_factor = at_least_one("echo_factor", echo_factor, "or 'auto'")
         self.echo_factor = echo_factor
-        self.num_splits = _at_least_one("num_splits", num_splits)
-        self.max_echo_factor = _at_least_one("max_echo_factor", max_echo_factor)
+        self.num_splits = at_least_one("num_splits", num_splits)
+        self.max_echo_factor = at_least_one("max_echo_factor", max_echo_factor)
         if scale_lr not in (None, "inverse", "keep"):
             raise ValueError(f"scale_lr is {scale_lr!r}; expected 'inverse', 'keep' or None.")
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
@@ -135,12 +134,14 @@ class BatchEcho(Callback):
         self.read_ahead = read_ahead
         self.reports: list[EchoReport] = []
         self._saved: Mapping[str, Any] | None = None
+        self._earlier: dict[int, list[int]] = {}
         self._session: EchoSession | None = None
         self._undo: list[Any] = []
         self._vote: HostVote | None = None
         self._begin = 0.0
         self._validation_seconds = 0.0
-        self._usual_check = 0
+        self._usual_check = self._num_moves = 0
+        self._schedule: ScheduleByProgress | None = None
         self._has_warned = self._counts_batches = False
 
     @property
@@ -166,7 +167,12 @@ class BatchEcho(Callback):
         if stage != "fit":
             return
         self._take_back()
-        self._session = None
+        if trainer.global_step == 0:
+            self._num_moves = 0
+        elif self._schedule is not None:
+            self._num_moves = self._schedule.num_moves
+        self._earlier = {epoch: passes for epoch, passes in self.trace.items() if epoch < trainer.current_epoch}
+        self._session = self._schedule = None
         self._counts_batches = False
         if sum(isinstance(callback, BatchEcho) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has more than one BatchEcho; expected one.")
@@ -195,6 +201,7 @@ class BatchEcho(Callback):
             on_length_change=lambda num_steps: lengthen_epoch(trainer, num_steps),
             clock=StepClock(trainer.strategy.root_device),
         )
+        self._session.trace = EchoTrace(self._earlier)
         self._stand_in(trainer, pl_module, self._session)
 
     def _rule(self) -> EchoRule:
@@ -221,7 +228,7 @@ class BatchEcho(Callback):
                 loader,
                 can_read_ahead=self.read_ahead,
                 is_uninterrupted=trains_uninterrupted(trainer),
-                max_steps=absolute_limit(trainer),
+                limit=trainer.limit_train_batches if is_limited(trainer) else None,
             )
 
         def is_repeat() -> bool:
@@ -289,8 +296,8 @@ class BatchEcho(Callback):
             usual = trainer.num_training_batches - session.extra_steps
             if usual < math.inf:
                 self._usual_check = max(1, int(usual * (share_between_checks(trainer) or 1)))
-            if not is_bounded_by_steps(trainer, usual):
-                self._undo.append(ScheduleByFreshBatches(trainer, self._fresh_step).remove)
+            self._schedule = ScheduleByProgress(trainer, lambda: session.fresh_steps, usual, self._num_moves)
+            self._undo.append(self._schedule.remove)
         self._begin, self._validation_seconds = time.perf_counter(), 0.0
 
     def _warn_of_rate(self) -> None:
@@ -302,13 +309,6 @@ class BatchEcho(Callback):
                 f"Steps on repeated samples point the same way, so a rate that is right for fresh ones is too high: "
                 f"scale_lr='inverse' divides it by the echo factor; scale_lr='keep' says that it was tuned for this."
             )
-
-    def _fresh_step(self) -> int | None:
-        """Number of the latest step among those on fresh samples of its epoch, from 1; None on an echo."""
-        piece = self._session.latest if self._session is not None else None
-        if piece is None or piece.is_echo:
-            return None
-        return piece.fetch * self.num_splits + piece.piece_index + 1
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A new epoch has its usual length."""
@@ -327,8 +327,7 @@ class BatchEcho(Callback):
         if session.latest.is_echo and self.scale_lr is None:
             self._warn_of_rate()
         if self._is_auto and 0 < (share_between_checks(trainer) or 0) < 1:
-            fresh_step = self._fresh_step()
-            is_due = fresh_step is not None and self._usual_check and fresh_step % self._usual_check == 0
+            is_due = not session.latest.is_echo and session.fresh_steps % max(1, self._usual_check) == 0
             # The Trainer validates when this divides the number of the step.
             trainer.val_check_batch = batch_idx + 1 if is_due else batch_idx + 2
 
@@ -363,11 +362,19 @@ class BatchEcho(Callback):
         """
         if self._session is None:
             return dict(self._saved or {})
-        return self._session.state_dict()
+        num_moves = self._num_moves if self._schedule is None else self._schedule.num_moves
+        return {**self._session.state_dict(), "num_moves": num_moves}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy keeps: the arguments, and what a checkpoint would hold."""
-        return {**self.__dict__, "_saved": self.state_dict(), "_session": None, "_vote": None, "_undo": []}
+        return {
+            **self.__dict__,
+            "_saved": self.state_dict(),
+            "_session": None,
+            "_schedule": None,
+            "_vote": None,
+            "_undo": [],
+        }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """See whether the steps that the checkpoint counts are batches, or pieces of them."""
@@ -388,13 +395,6 @@ class BatchEcho(Callback):
         if not state_dict:
             return
         self._saved = state_dict
+        self._num_moves = state_dict["num_moves"]
         if self._session is not None:
             self._session.load_state_dict(state_dict)
-
-
-def _at_least_one(name: str, value: Any, alternative: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{name} is {value!r}; expected a whole number, at least 1{alternative and ', ' + alternative}."
-        )
-    return value

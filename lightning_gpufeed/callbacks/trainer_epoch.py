@@ -12,7 +12,7 @@ _combined_loader, _should_reload_train_dl
 fit_loop._combined_loader._limits,          the limit of each loader; which one ends an epoch; how several loaders'
 _mode, _spec                                batches are joined
 fit_loop._data_fetcher.length               when a batch is the last one
-epoch_loop.update_lr_schedulers,            the schedule goes by fresh batches when the number of echoes is
+epoch_loop.update_lr_schedulers,            the schedule goes by progress where the number of echoes is
 _update_learning_rates                      not known beforehand
 LightningModule._on_before_batch_transfer,  hooks before and after the transfer, apart
 _call_batch_hook
@@ -32,11 +32,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 __all__ = [
     "HookOncePerBatch",
-    "ScheduleByFreshBatches",
+    "ScheduleByProgress",
     "WatchSetup",
     "absolute_limit",
-    "is_bounded_by_steps",
     "is_cut_to_shortest",
+    "is_limited",
     "join_loaders",
     "lengthen_epoch",
     "num_processed",
@@ -73,6 +73,12 @@ def absolute_limit(trainer: Trainer) -> int | None:
     """Most steps of an epoch, if they are limited by number."""
     limit = trainer.limit_train_batches
     return limit if isinstance(limit, int) and not isinstance(limit, bool) else None
+
+
+def is_limited(trainer: Trainer) -> bool:
+    """Whether epochs may end before their loaders do."""
+    limit = trainer.limit_train_batches
+    return limit is not None and not (isinstance(limit, float) and limit == 1.0)
 
 
 def is_cut_to_shortest(trainer: Trainer) -> bool:
@@ -132,9 +138,7 @@ def takes_iterator(module: LightningModule) -> bool:
 
 def trains_uninterrupted(trainer: Trainer) -> bool:
     """Whether epochs are taken to their end, and validation comes only after it."""
-    limit = trainer.limit_train_batches
-    is_whole = limit is None or (isinstance(limit, float) and limit == 1.0)
-    return is_whole and (share_between_checks(trainer) == 1.0 or trainer.limit_val_batches == 0)
+    return not is_limited(trainer) and (share_between_checks(trainer) == 1.0 or trainer.limit_val_batches == 0)
 
 
 def split_loaders(trainer: Trainer, batch: Any, num_loaders: int) -> list[Any]:
@@ -245,55 +249,67 @@ class WatchSetup:
         self._loop.__dict__.pop("setup_data", None)
 
 
-class ScheduleByFreshBatches:
-    """Has step-wise learning rate schedules move on fresh batches only.
+class ScheduleByProgress:
+    """Has step-wise learning rate schedules go by how far the training is, where echoes are not known beforehand.
 
-    How many echoes an epoch will have is not known when a schedule is made. One that was made for
-    `trainer.estimated_stepping_batches` steps would end early, or raise, if echoes counted.
+    A schedule is made for `trainer.estimated_stepping_batches` steps, which counts no echoes. It moves with the fresh
+    batches; or with all steps, as far as a limit of steps says how many there will be; whichever is further. So it
+    arrives at its end when the training does, and never goes beyond.
+
+    Attributes:
+        num_moves: How often schedules have moved.
     """
 
-    def __init__(self, trainer: Trainer, fresh_step: Callable[[], int | None]) -> None:
+    def __init__(self, trainer: Trainer, fresh_steps: Callable[[], int], usual_steps: float, num_moves: int) -> None:
         """Put it there.
 
         Args:
             trainer: A Trainer.
-            fresh_step: Number of the latest step among those on fresh samples, from 1; None on an echo.
+            fresh_steps: Steps of this epoch on fresh samples, so far.
+            usual_steps: Steps of an epoch without echoes.
+            num_moves: How often schedules have moved before a resume.
         """
-        self._loop = trainer.fit_loop.epoch_loop
+        self.num_moves = num_moves
         self._trainer = trainer
-        self._fresh_step = fresh_step
+        self._loop = trainer.fit_loop.epoch_loop
+        self._fresh_steps = fresh_steps
+        self._usual_steps = usual_steps
+        self._is_due = False
+        self._latest_fresh = 0
         self._own = self._loop.update_lr_schedulers
         self._loop.__dict__["update_lr_schedulers"] = self
 
     def __call__(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Move the schedules, if the step says so."""
+        """Move the schedules, if it is time; called twice in each step."""
         if interval != "step":
             self._own(interval, update_plateau_schedulers=update_plateau_schedulers)
             return
-        number = self._fresh_step()
-        if number is not None and (
-            number % self._trainer.accumulate_grad_batches == 0 or self._loop._num_ready_batches_reached()
-        ):
+        if not update_plateau_schedulers:
+            self._is_due = self.num_moves < self._moves_by_now()
+            self.num_moves += self._is_due
+        if self._is_due:
             self._loop._update_learning_rates(interval="step", update_plateau_schedulers=update_plateau_schedulers)
+
+    def _moves_by_now(self) -> int:
+        trainer, each = self._trainer, self._trainer.accumulate_grad_batches
+        is_last = self._loop._num_ready_batches_reached()
+        fresh = math.ceil(self._fresh_steps() / each) if is_last else self._fresh_steps() // each
+        if self._usual_steps == math.inf:
+            # The length is not known, so no schedule was made for it but by a limit of steps.
+            is_fresh, self._latest_fresh = fresh != self._latest_fresh, fresh
+            return trainer.global_step if trainer.max_steps != -1 else self.num_moves + is_fresh
+        usual = math.ceil(self._usual_steps / each)
+        moves = float(trainer.current_epoch * usual + min(fresh, usual))
+        max_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
+        bounds = [trainer.max_steps] if trainer.max_steps != -1 else []
+        limit = absolute_limit(trainer)
+        if limit is not None and max_epochs is not None:
+            bounds.append(math.ceil(limit / each) * max_epochs)
+        if bounds:
+            estimate = min(bounds) if max_epochs is None else min(*bounds, usual * max_epochs)
+            moves = max(moves, trainer.global_step * estimate / min(bounds))
+        return int(moves)
 
     def remove(self) -> None:
         """Give the loop its own method back."""
         self._loop.__dict__.pop("update_lr_schedulers", None)
-
-
-def is_bounded_by_steps(trainer: Trainer, num_usual_steps: float) -> bool:
-    """Whether `max_steps` ends the training, so that a schedule made for its length counts every step.
-
-    Args:
-        trainer: A Trainer.
-        num_usual_steps: Steps of an epoch without echoes.
-
-    Returns:
-        False if `max_epochs` ends it.
-    """
-    if trainer.max_steps == -1:
-        return False
-    if trainer.max_epochs is None or trainer.max_epochs == -1 or num_usual_steps == math.inf:
-        return True
-    steps = math.ceil(num_usual_steps / trainer.accumulate_grad_batches) * max(trainer.max_epochs, 1)
-    return trainer.max_steps <= steps

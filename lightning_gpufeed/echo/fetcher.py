@@ -32,7 +32,7 @@ class FetchTimes:
         num_batches: Batches fetched whose cost is known.
         seconds: What the loader needed for them.
         wait_seconds: How long the caller was blocked, also for batches whose cost is not known.
-        is_bound: Whether the loader could be faster than measured, as it was never waited for.
+        is_bound: Whether the loader could be faster than measured, as it was hardly waited for.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,7 @@ class FetchTimes:
         self.seconds = 0.0
         self.wait_seconds = 0.0
         self.is_bound = True
+        self._asked_seconds = 0.0
 
     @property
     def seconds_per_batch(self) -> float:
@@ -59,13 +60,12 @@ class FetchTimes:
             idle_seconds: How long before that nobody asked, since the batch before.
             has_workers: Whether the loader goes on by itself while nobody asks.
         """
-        # A loader with workers that answers at once had it ready: how fast it can be does not show.
-        was_waited_for = not has_workers or call_seconds > 0.3 * (call_seconds + idle_seconds)
-        if was_waited_for and self.is_bound:
-            self.num_batches, self.seconds, self.is_bound = 0, 0.0, False
-        if was_waited_for or self.is_bound:
-            self.num_batches += 1
-            self.seconds += call_seconds + (idle_seconds if has_workers else 0.0)
+        # One with workers works on while nobody asks, and may bring several batches at once: what counts is how fast
+        # they come on average, if that is what the caller waited for.
+        self.num_batches += 1
+        self.seconds += call_seconds + (idle_seconds if has_workers else 0.0)
+        self._asked_seconds += call_seconds
+        self.is_bound = self._asked_seconds < 0.1 * self.seconds
 
 
 class _Fetched(NamedTuple):
@@ -142,6 +142,7 @@ class BatchFetcher:
         """
         self._own_is_ready: Callable[[], bool] | None = getattr(loader, "is_ready", None)
         self._name = type(loader).__name__
+        self._num_starting = max(1, int(getattr(loader, "num_workers", 0) or 0))
         self._has_workers = self._own_is_ready is not None or bool(getattr(loader, "num_workers", 0))
         self._loader = loader
         self._source = _Source(iter(loader), read_state)
@@ -177,8 +178,8 @@ class BatchFetcher:
         self._times.wait_seconds += time.perf_counter() - begin
         self._num_taken += 1
         self.state = fetched.state
-        # The first batch also pays for starting the loader.
-        if self._num_taken > 1:
+        # The first batches also pay for starting the loader, one for each worker.
+        if self._num_taken > self._num_starting:
             self._times.add(fetched.call_seconds, fetched.idle_seconds, self._has_workers)
         self._read_ahead_if_allowed()
         return fetched.batch

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_gpufeed.device.samples import BatchForm, count_samples
 from lightning_gpufeed.echo.cache import form_or_none
 from lightning_gpufeed.echo.fetcher import BatchFetcher
+from lightning_gpufeed.echo.lengths import begins_anew, last_batch_samples, num_batches_of, samples_per_batch
+from lightning_gpufeed.echo.plan import AdaptiveEcho
 from lightning_gpufeed.echo.trial import ReadAheadTrial
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class EchoLoader:
         *,
         can_read_ahead: bool = True,
         is_uninterrupted: bool = True,
-        max_steps: int | None = None,
+        limit: float | int | None = None,
     ) -> None:
         """Wrap a loader.
 
@@ -61,7 +62,7 @@ class EchoLoader:
             session: Decides what each step is.
             can_read_ahead: Whether a thread may fetch, if the loader allows it.
             is_uninterrupted: Whether epochs are taken to their end with only training steps in between.
-            max_steps: Steps of an epoch at most; None for no limit.
+            limit: Steps of an epoch at most, or share of them; None for no limit.
 
         Raises:
             ValueError: The session cuts batches into more pieces than they have samples.
@@ -72,15 +73,25 @@ class EchoLoader:
         self.form: BatchForm | None = None
         self._session = session
         self._trial = ReadAheadTrial(loader, is_uninterrupted=is_uninterrupted)
-        # What is its own iterator may go on in the next epoch where this one left it: nothing may be taken too much.
+        self._fetcher: BatchFetcher | None = None
+        self._first = 0
+        self._limit = limit
+        self.begin_after: bool | None = None
+        self.is_loaded = False
+        is_cut = limit is not None and self._max_fetches is None
+        # What is its own iterator surely goes on where it is, wherever that is.
         is_stream = hasattr(loader, "__next__") and not is_uninterrupted
         if not can_read_ahead or is_stream or hasattr(loader, "is_ready"):
             self._trial.verdict = False
-        self._fetcher: BatchFetcher | None = None
-        self._first = 0
-        self._max_steps = max_steps
-        self.begin_after: bool | None = None
-        self.is_loaded = False
+        elif is_cut and not begins_anew(loader):
+            self._trial.verdict = False
+            if isinstance(session.rule, AdaptiveEcho):
+                warnings.warn(
+                    f"BatchEcho: limit_train_batches ends epochs early, and {type(loader).__name__} may go on where it "
+                    f"stopped: a batch read ahead would be lost. So batches are fetched in turn, and none is used "
+                    f"again because of waiting. A DataLoader over a dataset with a length, or no limit, cures that.",
+                    stacklevel=2,
+                )
         batch_size = self.samples_per_batch
         if batch_size is not None and session.num_splits > batch_size:
             raise ValueError(
@@ -97,21 +108,22 @@ class EchoLoader:
     @property
     def samples_per_batch(self) -> int | None:
         """Samples in a full batch, if the loader says."""
-        batch_size = getattr(self.loader, "batch_size", None)
-        return batch_size if isinstance(batch_size, int) else None
+        return samples_per_batch(self.loader)
 
     @property
     def num_batches(self) -> int | None:
         """Number of batches in an epoch; None if the loader does not know."""
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return None
+        return num_batches_of(self.loader)
 
     @property
     def has_length(self) -> bool:
         """Whether the loader knows its number of batches."""
         return self.num_batches is not None
+
+    @property
+    def num_at_once(self) -> int:
+        """Batches that may come at the same time."""
+        return int(getattr(self.loader, "num_workers", 0) or 1)
 
     @property
     def settings(self) -> list[Any]:
@@ -158,12 +170,17 @@ class EchoLoader:
 
     @property
     def _max_fetches(self) -> int | None:
-        """Batches that an epoch takes at most, as far as a limit of its steps says that."""
-        if self._max_steps is None:
-            return None
+        """Batches that an epoch takes, if a limit of its steps says that exactly; else None."""
+        limit, num_splits = self._limit, self._session.num_splits
         # A batch that is too small to be cut takes fewer steps.
-        num_pieces = 1 if _last_batch_samples(self.loader) is None else self._session.num_splits
-        return math.ceil(self._max_steps / (self._session.rule.usual_passes * num_pieces))
+        if limit is None or (num_splits > 1 and last_batch_samples(self.loader) is None):
+            return None
+        usual_passes = self._session.rule.usual_passes
+        if isinstance(limit, int):
+            return math.ceil(limit / (usual_passes * num_splits)) if self._session.is_fixed else None
+        if self.num_batches is None:
+            return None
+        return math.ceil(int(self.num_usual_steps(self.num_batches) * limit) / (usual_passes * num_splits))
 
     def num_usual_steps(self, num_fetches: int) -> int:
         """Steps on the first batches of an epoch, as far as they are known when it begins.
@@ -194,7 +211,7 @@ class EchoLoader:
         Returns:
             `num_splits`, or fewer for a last batch that is known to have fewer samples.
         """
-        last = _last_batch_samples(self.loader)
+        last = last_batch_samples(self.loader)
         if last is None or fetch != len(self.loader) - 1:
             return self._session.num_splits
         return max(1, min(self._session.num_splits, last))
@@ -361,18 +378,3 @@ class _EchoIteration:
             loader.is_exhausted = True
             raise StopIteration
         return batch
-
-
-def _last_batch_samples(loader: Any) -> int | None:
-    """Samples in the last batch of an epoch, on the rank that has fewest; None if that is not known."""
-    own = getattr(loader, "smallest_batch_samples", None)
-    if own is not None:
-        return int(own)
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
-        return None
-    try:
-        num_samples = len(loader.batch_sampler.sampler)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
-    batch_size = loader.batch_sampler.batch_size
-    return batch_size if loader.batch_sampler.drop_last else num_samples % batch_size or batch_size

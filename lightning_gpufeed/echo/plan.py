@@ -22,7 +22,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["AdaptiveEcho", "EchoRule", "EchoTrace", "FixedEcho", "Piece", "ReplayedEcho", "pass_seed", "piece_bounds"]
+__all__ = [
+    "AdaptiveEcho",
+    "EchoRule",
+    "EchoTrace",
+    "FixedEcho",
+    "Piece",
+    "ReplayedEcho",
+    "at_least_one",
+    "pass_seed",
+    "piece_bounds",
+]
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,10 @@ class Piece:
         """Whether its samples were trained on before."""
         return self.pass_index > 0
 
+    def fresh_steps(self, num_splits: int) -> int:
+        """Steps of its epoch, up to it, on samples that were not trained on before."""
+        return self.fetch * num_splits + (num_splits if self.is_echo else self.piece_index + 1)
+
     def next_piece(self) -> Piece:
         """The one after it in the same pass."""
         return Piece(self.fetch, self.pass_index, self.piece_index + 1, is_fetch=False)
@@ -57,6 +71,26 @@ class Piece:
     def next_fetch(self) -> Piece:
         """The first one of the next batch."""
         return Piece(self.fetch + 1)
+
+
+def at_least_one(name: str, value: Any, alternative: str = "") -> int:
+    """A count given by a user.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        alternative: What else may be given.
+
+    Returns:
+        It.
+
+    Raises:
+        ValueError: It is no whole number, or below 1.
+    """
+    if not _is_count(value, 1):
+        expected = f"a whole number, at least 1{alternative and ', ' + alternative}"
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+    return int(value)
 
 
 def piece_bounds(num_samples: int, num_pieces: int, piece_index: int) -> tuple[int, int]:
@@ -105,14 +139,17 @@ class FixedEcho:
         """How often a batch will be used, as far as that is known when it is fetched."""
         return self.factor
 
-    def wants_pass(self, epoch: int, fetch: int, passes_done: int) -> bool | None:
+    def wants_pass(self, epoch: int, fetch: int, passes_done: int, unused: Sequence[int] = ()) -> bool | None:
         """Whether a batch is used once more; None if that depends on the next one being ready."""
         return passes_done < self.factor
 
 
 @dataclass(frozen=True)
 class AdaptiveEcho:
-    """A batch is used again, up to `max_factor` times in all, while the next one is not ready."""
+    """A batch is used again, up to `max_factor` times in all, while the next one is not ready.
+
+    Of batches that come together, the last may use what the others left: on average the limit holds.
+    """
 
     max_factor: int
     usual_passes = 1
@@ -121,9 +158,11 @@ class AdaptiveEcho:
         """How often a batch will be used, as far as that is known when it is fetched."""
         return None
 
-    def wants_pass(self, epoch: int, fetch: int, passes_done: int) -> bool | None:
+    def wants_pass(self, epoch: int, fetch: int, passes_done: int, unused: Sequence[int] = ()) -> bool | None:
         """Whether a batch is used once more; None if that depends on the next one being ready."""
-        return None if passes_done < self.max_factor else False
+        # Passes that batches which came together with this one left unused.
+        lent = max(0, sum(self.max_factor - passes for passes in unused))
+        return None if passes_done < self.max_factor + lent else False
 
 
 @dataclass(frozen=True)
@@ -138,13 +177,13 @@ class ReplayedEcho:
         """How often a batch will be used, as far as that is known when it is fetched."""
         return self.trace.passes_of(epoch, fetch)
 
-    def wants_pass(self, epoch: int, fetch: int, passes_done: int) -> bool | None:
+    def wants_pass(self, epoch: int, fetch: int, passes_done: int, unused: Sequence[int] = ()) -> bool | None:
         """Whether a batch is used once more; None if that depends on the next one being ready."""
         passes = self.trace.passes_of(epoch, fetch)
         if passes is not None and passes_done < passes:
             return True
         is_open = passes is None or self.trace.open_batch == (epoch, fetch)
-        return self.after.wants_pass(epoch, fetch, passes_done) if is_open else False
+        return self.after.wants_pass(epoch, fetch, passes_done, unused) if is_open else False
 
 
 _RECENT = 100
@@ -219,6 +258,19 @@ class EchoTrace:
             if len(passes) >= _RECENT:
                 break
         return sum(passes) / len(passes) if passes else 1.0
+
+    def unused(self, epoch: int, fetch: int, num_at_once: int) -> list[int]:
+        """Passes over the batches just before one, that came together with it.
+
+        Args:
+            epoch: The epoch.
+            fetch: Number of the batch.
+            num_at_once: How many come together.
+
+        Returns:
+            At most `num_at_once - 1` numbers, of the same epoch.
+        """
+        return self._passes.get(epoch, [])[max(0, fetch - num_at_once + 1) : fetch]
 
     def to_dict(self) -> dict[int, list[int]]:
         """Epoch -> passes over each of its batches.

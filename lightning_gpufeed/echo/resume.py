@@ -90,9 +90,9 @@ class SavedRun:
             return
         num_fetches = self.piece.fetch
         if not has_state:
-            is_same = False
+            # What is left of the passes is done over another batch, so that the number of steps stays what it was.
             warnings.warn(
-                f"the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and "
+                f"BatchEcho: the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and "
                 f"load_state_dict to continue with: the rest of this epoch uses its first batches again.",
                 stacklevel=2,
             )

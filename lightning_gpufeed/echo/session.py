@@ -41,6 +41,7 @@ class EchoSession:
         measures: What this epoch did and took.
         device_cache: The batch that was fetched last, on its device.
         extra_steps: Steps of this epoch beyond (or short of) the length it began with.
+        is_fixed: Whether every batch is used equally often.
         num_ranks: How many processes train together.
         members: The loaders of this epoch.
         wrapped: The loaders that were made part of this session, begun or not.
@@ -82,6 +83,7 @@ class EchoSession:
         self.measures = EchoMeasures(clock)
         self.extra_steps = 0
         self.num_ranks = vote.num_ranks
+        self.is_fixed = isinstance(rule, FixedEcho)
         self.saved: SavedRun | None = None
         self.latest: Piece | None = None
         self._seed = seed
@@ -93,7 +95,7 @@ class EchoSession:
         self._on_length_change = on_length_change
         self.members: list[EchoLoader] = []
         self._ledger = StepLedger()
-        self.device_cache = DeviceCache(num_splits, is_first_in_order=not isinstance(rule, FixedEcho))
+        self.device_cache = DeviceCache(num_splits, is_first_in_order=not self.is_fixed)
         self._ending = Ending()
         self.wrapped: list[EchoLoader] = []
         self._reading = threading.local()
@@ -101,18 +103,7 @@ class EchoSession:
     # The loaders' side -----------------------------------------------------------------------------------
 
     def wrap(self, loader: Any, **options: Any) -> EchoLoader:
-        """Make a loader one of this session; it continues where a loaded state says.
-
-        Args:
-            loader: Any iterable over batches.
-            **options: Of `EchoLoader`.
-
-        Returns:
-            What to iterate over in its place.
-
-        Raises:
-            ValueError: `num_splits` is more than its batch size.
-        """
+        """Make any loader one of this session, with options of `EchoLoader`; it continues where a loaded state says."""
         wrapped = echo_loader(loader, self, **options)
         if hasattr(loader, "is_latest_in_work"):
             loader.is_latest_in_work = self._is_latest_in_work
@@ -192,11 +183,18 @@ class EchoSession:
         return Step(piece.next_fetch(), round_.next_round())
 
     def _wants_pass(self, piece: Piece) -> bool:
-        wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        wants = self._wants(piece)
         if wants is not None:
             return wants
         # Everybody waits for the rank whose batch comes last.
         return self._vote.minimum(1 - self.measures.is_late(self.members)) == [0]
+
+    def _wants(self, piece: Piece) -> bool | None:
+        """Whether the batch is used once more after this pass; None if that depends on the next one being ready."""
+        epoch, fetch, passes_done = self._current_epoch(), piece.fetch, piece.pass_index + 1
+        # Workers bring their batches at the same time: the last one may use what the others of a burst left.
+        num_at_once = max([1, *(member.num_at_once for member in self.members)])
+        return self.rule.wants_pass(epoch, fetch, passes_done, self.trace.unused(epoch, fetch, num_at_once))
 
     def _settle(self, round_: Round, loader: EchoLoader, has_batch: bool) -> bool:
         """Find the number of pieces of a round, the same on all ranks; whether the round takes place."""
@@ -267,8 +265,7 @@ class EchoSession:
         assert self._ledger.armed is not None
         piece, round_ = self._ledger.armed
         parts = self.device_cache.take(piece, round_.num_pieces)
-        wants_pass = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
-        if piece.piece_index + 1 == round_.num_pieces and wants_pass is False:
+        if piece.piece_index + 1 == round_.num_pieces and self._wants(piece) is False:
             self.device_cache.clear()
         return parts
 
@@ -301,7 +298,7 @@ class EchoSession:
     def report(self, epoch: int, elapsed_seconds: float) -> EchoReport:
         """What the epoch did; every rank has to ask, as the slowest loader counts."""
         load_seconds = -self._vote.minimum(-round(self.measures.times.seconds_per_batch * 1e9))[0] / 1e9
-        return self.measures.report(epoch, elapsed_seconds, load_seconds, not isinstance(self.rule, FixedEcho))
+        return self.measures.report(epoch, elapsed_seconds, load_seconds, not self.is_fixed)
 
     def close(self) -> None:
         """End all threads."""
@@ -318,7 +315,7 @@ class EchoSession:
         piece, round_ = self._ledger.armed
         if piece.piece_index + 1 < round_.num_pieces:
             return Place(piece.next_piece(), round_)
-        wants = self.rule.wants_pass(self._current_epoch(), piece.fetch, piece.pass_index + 1)
+        wants = self._wants(piece)
         if wants is not True and all(member.is_at_end for member in self.members):
             return None
         if wants is False:
@@ -356,6 +353,11 @@ class EchoSession:
     def mean_factor(self) -> float:
         """How often a batch is used: as given, or on average over the latest ones."""
         return self.rule.factor if isinstance(self.rule, FixedEcho) else self.trace.mean_factor
+
+    @property
+    def fresh_steps(self) -> int:
+        """Steps of this epoch on samples that were not trained on before."""
+        return 0 if self.latest is None else self.latest.fresh_steps(self.num_splits)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands, and how often each batch was used.

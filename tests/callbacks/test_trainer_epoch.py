@@ -21,10 +21,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_gpufeed import BatchEcho
 from lightning_gpufeed.callbacks.trainer_epoch import (
     HookOncePerBatch,
-    ScheduleByFreshBatches,
+    ScheduleByProgress,
     WatchSetup,
     absolute_limit,
-    is_bounded_by_steps,
     is_cut_to_shortest,
     join_loaders,
     lengthen_epoch,
@@ -279,29 +278,6 @@ def test_whether_the_shortest_loader_ends_an_epoch(mode, is_cut):
     assert is_cut_to_shortest(trainer) is is_cut
 
 
-@given(
-    usual=st.integers(1, 9),
-    accumulate=st.integers(1, 4),
-    max_epochs=st.one_of(st.just(-1), st.integers(1, 4)),
-    max_steps=st.one_of(st.just(-1), st.integers(1, 40)),
-)
-def test_a_training_is_bounded_by_steps_if_they_are_reached_no_later_than_its_last_epoch(
-    usual, accumulate, max_epochs, max_steps
-):
-    trainer = make_trainer(max_epochs=max_epochs, max_steps=max_steps, accumulate_grad_batches=accumulate)
-    # Play an epoch without echoes, over and over.
-    steps, epochs = 0, 0
-    while max_steps != -1 and steps < max_steps and epochs != max_epochs:
-        steps += sum((batch + 1) % accumulate == 0 or batch + 1 == usual for batch in range(usual))
-        epochs += 1
-    assert is_bounded_by_steps(trainer, usual) is (max_steps != -1 and steps >= max_steps)
-
-
-def test_without_a_length_steps_bound_a_training_if_they_are_given():
-    assert is_bounded_by_steps(make_trainer(max_epochs=3, max_steps=100), math.inf)
-    assert not is_bounded_by_steps(make_trainer(max_epochs=3), math.inf)
-
-
 def test_a_step_that_fetches_by_itself_is_recognised_by_the_name_of_its_argument():
     class Plain(EchoModel):
         def training_step(self, batch: Any) -> Any:  # type: ignore[override]
@@ -486,11 +462,10 @@ def test_a_schedule_moves_at_the_fresh_steps_only_and_as_the_trainer_would(accum
     # Every second step is said to be an echo.
     class Standing(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            def fresh_step() -> int | None:
-                batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-                return None if batch_idx % 2 else batch_idx // 2 + 1
+            def fresh_steps() -> int:
+                return trainer.fit_loop.epoch_loop.batch_idx // 2 + 1
 
-            self.stand_in = ScheduleByFreshBatches(trainer, fresh_step)
+            self.stand_in = ScheduleByProgress(trainer, fresh_steps, 6, 0)
 
     standing = Standing()
     model = EchoModel(schedule="cosine")
@@ -511,3 +486,24 @@ def test_a_strategy_that_moves_batches_in_its_own_way_is_no_place_for_echoes():
     trainer = make_trainer(strategy=OwnWay(device="cpu"))
     assert "OwnWay moves batches" in str(obstacle_to_echo(trainer, EchoModel()))
     assert obstacle_to_echo(make_trainer(), EchoModel()) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "estimate", "num_steps"),
+    [
+        ({"max_epochs": 2}, 20, 56),
+        ({"max_epochs": 2, "max_steps": 30}, 20, 30),
+        ({"max_epochs": 2, "max_steps": 15}, 15, 15),
+        ({"max_epochs": 2, "limit_train_batches": 6}, 12, 12),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, 10, 30),
+    ],
+    ids=str,
+)
+def test_a_schedule_arrives_at_its_end_when_an_echoed_training_does(settings, estimate, num_steps):
+    model = EchoModel(schedule="onecycle")
+    replay = {epoch: [3] * 10 for epoch in range(2)}
+    if num_steps == 56:  # the last batch of an epoch is not used again, as nothing is waited for
+        replay = {epoch: [3] * 9 + [1] for epoch in range(2)}
+    callback = BatchEcho("auto", replay=replay, scale_lr="keep")
+    _, trainer = fit(callback, plain_loader(80, 8), model=model, **settings)
+    assert (trainer.global_step, trainer.lr_scheduler_configs[0].scheduler.last_epoch) == (num_steps, estimate)

@@ -319,7 +319,7 @@ def test_a_stream_loses_no_batch_between_epochs_that_are_cut_short():
 
 def test_a_stream_loses_no_batch_where_the_number_of_batches_of_an_epoch_is_known():
     with HandLoop(FixedEcho(2)) as loop:
-        loop.wrap(Stream(40), max_steps=4, is_uninterrupted=True)
+        loop.wrap(Stream(40), limit=4, is_uninterrupted=True)
         fetched = [sorted(step.parts[0])[0] for _ in range(3) for step in loop.run_epoch(4)[::2]]
     assert fetched == list(range(0, 24, 4))
 

@@ -237,16 +237,17 @@ def test_an_iteration_that_had_not_begun_in_the_first_epoch_begins_as_a_new_load
     ],
     ids=["loader without state", "no loader at all", "no state"],
 )
-def test_a_loader_that_cannot_continue_is_named_in_one_line_and_begins_a_batch(make, before):
+def test_a_loader_that_cannot_continue_is_named_in_one_line_and_keeps_its_place_in_the_epoch(make, before):
     loader = make()
     run = saved(Place(Piece(FETCH, 1, 1), Round(FETCH, 2, 2, before=[before], begun=[True], after=[None])), FIXED)
     with pytest.warns(UserWarning, match="continue with") as caught:
         continue_with(run, FIXED, loader)
     assert [str(warning.message) for warning in caught] == [
-        f"the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and load_state_dict to "
-        "continue with: the rest of this epoch uses its first batches again."
+        f"BatchEcho: the run was saved inside an epoch, but {type(loader).__name__} has no state_dict and "
+        "load_state_dict to continue with: the rest of this epoch uses its first batches again."
     ]
-    assert run.piece == Piece(FETCH)  # as many batches are left as there were
+    assert run.piece is not None
+    assert run.piece.fetch == FETCH
 
 
 def test_between_epochs_nothing_has_to_be_continued_so_nothing_is_said():
