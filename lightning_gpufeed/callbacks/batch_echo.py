@@ -66,10 +66,10 @@ class BatchEcho(Callback):
     for each piece, so random augmentation there is new in every pass. Pieces are copies: what is done to one in place
     is not seen by the next pass. Beside the batch, one piece is in device memory.
 
-    Every counter of the Trainer counts steps: `num_training_batches`, `limit_train_batches`, `val_check_interval`,
-    `accumulate_grad_batches`, `max_steps`, `estimated_stepping_batches`. With "auto" an epoch begins with the length
-    it has without echoes and grows with each; shares of an epoch (float limits and intervals) go by fresh batches, and
-    so do step-wise learning rate schedules, unless `max_steps` ends the training.
+    Every counter of the Trainer counts steps: `num_training_batches`, `limit_train_batches`, `overfit_batches`,
+    `val_check_interval`, `accumulate_grad_batches`, `max_steps`, `estimated_stepping_batches`. With "auto" an epoch
+    begins with the length it has without echoes and grows with each; shares of an epoch (floats) go by fresh batches,
+    and step-wise learning rate schedules by how far the training is, so that they end when it does.
 
     What stays bitwise equal: `echo_factor=1, num_splits=1`, and "auto" with a loader that keeps up, to training
     without this callback. A resumed run to one that was not interrupted, from any step, given a loader with
@@ -101,7 +101,7 @@ class BatchEcho(Callback):
         Args:
             echo_factor: How often each batch is used, or "auto": again while the next one is not ready.
             num_splits: Steps that one pass over a batch is cut into, at most the loader's batch size.
-            max_echo_factor: Most uses of a batch with "auto".
+            max_echo_factor: Most uses of a batch with "auto"; of batches that workers bring at once, on average.
             scale_lr: "inverse" divides the learning rate of every step by the echo factor; schedules and checkpoints
                 do not see it. "keep" leaves it without a warning, for a rate that was tuned with echoes.
             seed: Decides all permutations. They draw from generators of their own.
