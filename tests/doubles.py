@@ -6,6 +6,9 @@ And real processes that may die or hang in the place of the one that runs the te
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,3 +165,62 @@ def run_forked(setup: str, cases: dict[str, str]) -> dict[str, Ended]:
     )
     assert run.returncode == 0, run.stderr
     return {name: Ended(*ended) for name, ended in json.loads(run.stdout).items()}
+
+
+def free_port() -> int:
+    """A port on which nobody listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(worker: Path, plan: dict[str, Any], folder: Path, *, num_processes: int, limit_seconds: float) -> str:
+    """Run a script as the ranks of one process group, on real processes; end all of them in any case.
+
+    Args:
+        worker: The script; it is given the path of the plan.
+        plan: Written as JSON.
+        folder: Where the plan and the logs go, and where they run.
+        num_processes: How many to start: one for each rank; 1 leaves it to the script to start the others.
+        limit_seconds: After which they are killed.
+
+    Returns:
+        What they printed.
+    """
+    (folder / "plan.json").write_text(json.dumps(plan))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(PACKAGE.parent),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    is_rank = num_processes > 1 or plan["world_size"] == 1
+    logs = [folder / f"log.{rank}" for rank in range(num_processes)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            own = {"LOCAL_RANK": str(rank), "NODE_RANK": "0"} if is_rank else {}
+            with log.open("w") as file:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(worker), str(folder / "plan.json")],
+                        cwd=folder,
+                        env={**environment, **own},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        for process in processes:
+            try:
+                process.wait(timeout=limit_seconds)
+            except subprocess.TimeoutExpired:
+                break
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the rank and what it started
+                process.wait()
+    return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)

@@ -29,11 +29,12 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     trains_uninterrupted,
 )
 from lightning_gpufeed.device.marks import StepClock
-from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho, at_least_one
+from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho
 from lightning_gpufeed.echo.report import EchoReport
 from lightning_gpufeed.echo.resume import read_trace
 from lightning_gpufeed.echo.session import EchoSession
 from lightning_gpufeed.echo.vote import HostVote
+from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, whole_number
 
 __all__ = ["BatchEcho"]
 
@@ -116,30 +117,29 @@ class BatchEcho(Callback):
         super().__init__()
         self._is_auto = isinstance(echo_factor, str) and echo_factor == "auto"
         if not self._is_auto:
-            echo_factor = at_least_one("echo_factor", echo_factor, "or 'auto'")
+            try:
+                echo_factor = whole_number("echo_factor", echo_factor, 1)
+            except ValueError as error:
+                raise ValueError(f"{str(error).rstrip('.')}, or 'auto'.") from None
         self.echo_factor = echo_factor
-        self.num_splits = at_least_one("num_splits", num_splits)
-        self.max_echo_factor = at_least_one("max_echo_factor", max_echo_factor)
+        self.num_splits = whole_number("num_splits", num_splits, 1)
+        self.max_echo_factor = whole_number("max_echo_factor", max_echo_factor, 1)
         if scale_lr not in (None, "inverse", "keep"):
             raise ValueError(f"scale_lr is {scale_lr!r}; expected 'inverse', 'keep' or None.")
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-            raise ValueError(f"seed is {seed!r}; expected a whole number, 0 to {2**32 - 1}.")
         if replay is not None and not self._is_auto:
             raise ValueError(f"replay is given, but echo_factor is {echo_factor}; expected 'auto' to replay echoes.")
         if not read_ahead and self._is_auto:
             raise ValueError("read_ahead is False, but echo_factor 'auto' has to know whether the next batch is ready.")
         self.scale_lr = scale_lr
-        self.seed = seed
-        self.replay = replay
-        self.read_ahead = read_ahead
+        self.seed = whole_number("seed", seed, 0, LARGEST_SEED)
+        self.replay, self.read_ahead = replay, read_ahead
         self.reports: list[EchoReport] = []
         self._saved: Mapping[str, Any] | None = None
         self._earlier: dict[int, list[int]] = {}
         self._session: EchoSession | None = None
         self._undo: list[Any] = []
         self._vote: HostVote | None = None
-        self._begin = 0.0
-        self._validation_seconds = 0.0
+        self._begin = self._validation_seconds = 0.0
         self._usual_check = self._num_moves = 0
         self._schedule: ScheduleByProgress | None = None
         self._has_warned = self._counts_batches = False

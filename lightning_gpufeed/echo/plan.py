@@ -29,7 +29,6 @@ __all__ = [
     "FixedEcho",
     "Piece",
     "ReplayedEcho",
-    "at_least_one",
     "pass_seed",
     "piece_bounds",
 ]
@@ -71,26 +70,6 @@ class Piece:
     def next_fetch(self) -> Piece:
         """The first one of the next batch."""
         return Piece(self.fetch + 1)
-
-
-def at_least_one(name: str, value: Any, alternative: str = "") -> int:
-    """A count given by a user.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        alternative: What else may be given.
-
-    Returns:
-        It.
-
-    Raises:
-        ValueError: It is no whole number, or below 1.
-    """
-    if not _is_count(value, 1):
-        expected = f"a whole number, at least 1{alternative and ', ' + alternative}"
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
-    return int(value)
 
 
 def piece_bounds(num_samples: int, num_pieces: int, piece_index: int) -> tuple[int, int]:

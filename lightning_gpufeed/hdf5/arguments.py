@@ -33,6 +33,8 @@ def whole_number(name: str, value: Any, smallest: int, largest: int | None = Non
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} is {value!r}; expected a whole number.") from None
+    if isinstance(value, bool):  # counts as 0 or 1 for Python, but nobody who gives it means a number
+        raise ValueError(f"{name} is {value!r}; expected a whole number.")
     if number < smallest or (largest is not None and number > largest):
         expected = f"at least {smallest}" if largest is None else f"{smallest} to {largest}"
         raise ValueError(f"{name} is {number}; expected {expected}.")

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_gpufeed import BatchEcho
 from tests.datamodules.models import make_trainer
 
 NUM_FEATURES = 5
@@ -536,3 +537,8 @@ def fit(
         else:
             trainer.fit(model, plain_loader() if loader is None else loader, val, **resume)
     return model, trainer
+
+
+def echo(echo_factor: Any = 2, **arguments: Any) -> BatchEcho:
+    """A callback that says nothing of learning rates."""
+    return BatchEcho(echo_factor, **{"scale_lr": "keep"} | arguments)

@@ -49,6 +49,7 @@ from tests.callbacks.echo_models import (
     Unsized,
     VirtualClock,
     batch_of,
+    echo,
     fit,
     gated_loader,
     plain_loader,
@@ -63,11 +64,6 @@ from tests.datamodules.models import (
     warnings_of,
     write_images,
 )
-
-
-def echo(echo_factor: Any = 2, **arguments: Any) -> BatchEcho:
-    """A callback that says nothing of learning rates."""
-    return BatchEcho(echo_factor, **{"scale_lr": "keep"} | arguments)
 
 
 def outcome(model: EchoModel, trainer: pl.Trainer) -> dict[str, Any]:
@@ -888,7 +884,7 @@ def test_without_reading_ahead_no_thread_is_started():
 @pytest.mark.parametrize("name", ["echo_factor", "num_splits", "max_echo_factor"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, 1.5, True, False, None, "2", "often", [2], float("nan")])
 def test_a_number_of_uses_that_is_none_is_refused_by_name_value_and_limit(name, value):
-    with pytest.raises(ValueError, match=rf"{name} is .*expected a whole number, at least 1") as error:
+    with pytest.raises(ValueError, match=rf"{name} is .*expected (a whole number|at least 1)") as error:
         BatchEcho(**{name: value})
     assert repr(value) in str(error.value)
     assert ("or 'auto'" in str(error.value)) == (name == "echo_factor")
@@ -899,7 +895,7 @@ def test_a_number_of_uses_that_is_none_is_refused_by_name_value_and_limit(name, 
     [
         ({"scale_lr": "sqrt"}, r"scale_lr is 'sqrt'; expected 'inverse', 'keep' or None"),
         ({"scale_lr": True}, r"scale_lr is True"),
-        ({"seed": -1}, r"seed is -1; expected a whole number, 0 to 4294967295"),
+        ({"seed": -1}, r"seed is -1; expected 0 to 4294967295"),
         ({"seed": 2**32}, r"seed is 4294967296"),
         ({"seed": 1.0}, r"seed is 1\.0"),
         ({"seed": True}, r"seed is True"),

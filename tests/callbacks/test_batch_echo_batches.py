@@ -27,6 +27,7 @@ from tests.callbacks.echo_models import (
     StatefulBatches,
     Unsized,
     batch_of,
+    echo,
     features,
     fit,
     gated_loader,
@@ -38,11 +39,6 @@ from tests.callbacks.echo_models import (
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning"
 )
-
-
-def echo(echo_factor: Any = 2, **arguments: Any) -> BatchEcho:
-    """A callback that says nothing of learning rates."""
-    return BatchEcho(echo_factor, **{"scale_lr": "keep"} | arguments)
 
 
 def assert_echoed(steps: list[list[int]], batches: list[list[int]], factor: int, num_splits: int) -> None:

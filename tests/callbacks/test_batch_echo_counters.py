@@ -36,6 +36,7 @@ from tests.callbacks.echo_models import (
     StatefulUnsized,
     Unsized,
     batch_of,
+    echo,
     fit,
     gated_loader,
     numbered,
@@ -46,11 +47,6 @@ from tests.datamodules.models import MemoryLogger, make_trainer, same_bits
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning"
 )
-
-
-def echo(echo_factor: Any = 2, **arguments: Any) -> BatchEcho:
-    """A callback that says nothing of learning rates."""
-    return BatchEcho(echo_factor, **{"scale_lr": "keep"} | arguments)
 
 
 def fetches(steps: list[list[int]], batch_size: int = 8) -> list[int]:

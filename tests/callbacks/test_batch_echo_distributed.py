@@ -6,11 +6,6 @@ Starting ranks takes seconds, so they are started once and do everything; the te
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +17,7 @@ from lightning_gpufeed import BatchEcho, H5ImageDataModule
 from lightning_gpufeed.hdf5.order import FullShuffle
 from tests.callbacks.echo_rank_worker import weights_of
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, write_images
+from tests.doubles import free_port, run_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,12 +53,6 @@ class Ranks:
         return results
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(
     folder: Path,
     scenarios: list[dict[str, Any]],
@@ -80,43 +70,8 @@ def start(
         "out": str(folder),
         "timeout_seconds": timeout_seconds,
     }
-    (folder / "plan.json").write_text(json.dumps(plan))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("echo_rank_worker.py")), str(folder / "plan.json")]
-    processes = []
-    logs = [folder / f"log.{rank}" for rank in range(WORLD_SIZE if own else 1)]
-    try:
-        for rank, log in enumerate(logs):
-            rank_environment = {**environment, **({"LOCAL_RANK": str(rank), "NODE_RANK": "0"} if own else {})}
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env=rank_environment,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        for process in processes:
-            try:
-                process.wait(timeout=LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                break
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the rank and what it started
-                process.wait()
-    text = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
+    worker = Path(__file__).with_name("echo_rank_worker.py")
+    text = run_ranks(worker, plan, folder, num_processes=WORLD_SIZE if own else 1, limit_seconds=LIMIT_SECONDS)
     return Ranks(folder, text)
 
 

@@ -141,10 +141,10 @@ def test_it_can_be_given_and_changed_on_the_command_line(tmp_path, train):
 @pytest.mark.parametrize(
     ("init_args", "text"),
     [
-        ({"echo_factor": 0}, "echo_factor is 0; expected a whole number, at least 1, or 'auto'"),
+        ({"echo_factor": 0}, "echo_factor is 0; expected at least 1, or 'auto'"),
         ({"echo_factor": "often"}, "echo_factor"),
         ({"echo_factor": 1.5}, "echo_factor"),
-        ({"num_splits": 0}, "num_splits is 0; expected a whole number, at least 1"),
+        ({"num_splits": 0}, "num_splits is 0; expected at least 1"),
         ({"scale_lr": "sqrt"}, "scale_lr"),
         ({"echo_factor": 2, "replay": {0: [1]}}, "replay is given, but echo_factor is 2"),
         ({"echo_factors": 2}, "echo_factors"),

@@ -7,11 +7,6 @@ ranks wrote down. The order that all ranks together follow is that of one proces
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +18,7 @@ import pytest
 from lightning_gpufeed import H5ImageDataModule
 from lightning_gpufeed.hdf5.order import FullShuffle
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
+from tests.doubles import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,12 +56,6 @@ class Ranks:
         return results
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(folder: Path, world_size: int, scenarios: list[dict[str, Any]], files: dict[str, str], own: bool) -> Ranks:
     """Run the scenarios on fresh ranks, or on one process that starts them itself; end all of them in any case."""
     out = folder / f"world_{world_size}_{'own' if own else 'spawn'}"
@@ -77,43 +67,8 @@ def start(folder: Path, world_size: int, scenarios: list[dict[str, Any]], files:
         "batch_size": BATCH_SIZE,
         "out": str(out),
     }
-    (out / "plan.json").write_text(json.dumps(plan))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("rank_worker.py")), str(out / "plan.json")]
-    processes = []
-    logs = [out / f"log.{rank}" for rank in range(world_size if own else 1)]
-    try:
-        for rank, log in enumerate(logs):
-            rank_environment = {**environment, **({"LOCAL_RANK": str(rank), "NODE_RANK": "0"} if own else {})}
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=out,
-                        env=rank_environment,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        for process in processes:
-            try:
-                process.wait(timeout=LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                break
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the rank and what it started
-                process.wait()
-    text = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
+    worker = Path(__file__).with_name("rank_worker.py")
+    text = run_ranks(worker, plan, out, num_processes=world_size if own else 1, limit_seconds=LIMIT_SECONDS)
     return Ranks(out, world_size, text)
 
 
