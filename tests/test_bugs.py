@@ -465,3 +465,42 @@ def test_a_run_resumed_inside_a_batch_of_a_loader_without_state_has_the_steps_it
 
     whole = train(None)
     assert train(tmp_path / f"step={step}.ckpt").global_step == whole.global_step == 40
+
+
+class _Stream:
+    """Six batches an epoch, of numbers that go on where the epoch before stopped."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        for _ in range(6):
+            self.next += 1
+            yield torch.ones(2, 2), torch.full((2,), self.next)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+@pytest.mark.parametrize("limit", [3, 0.5])
+@pytest.mark.parametrize("factor", ["auto", 1])
+@pytest.mark.filterwarnings("ignore:BatchEcho. limit_train_batches ends epochs early")
+def test_no_batch_of_a_stream_is_lost_where_a_limit_ends_the_epochs(limit, factor):
+    # The thread had asked for one batch more than the epoch took: the next epoch began one too late.
+    model = Recorder(2)
+    echo = BatchEcho(factor, num_splits=2 if factor == 1 else 1, scale_lr="keep", max_echo_factor=1)
+    make_trainer(callbacks=[echo], max_epochs=3, limit_train_batches=limit).fit(model, _Stream())
+    seen = sorted({number for _, numbers in model.trained for number in numbers})
+    assert seen == list(range(1, len(seen) + 1))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+def test_a_second_fit_goes_on_with_the_record_of_the_first():
+    # The callback began a new record, which could not replay the whole training.
+    echo, stream = BatchEcho("auto", replay={0: [2, 1, 1, 1, 1, 1]}, scale_lr="keep", max_echo_factor=1), _Stream()
+    trainer, model = make_trainer(callbacks=[echo], max_epochs=1), Recorder(2)
+    trainer.fit(model, stream)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, stream)
+    assert echo.trace == {0: [2, 1, 1, 1, 1, 1], 1: [1] * 6}
