@@ -29,11 +29,11 @@ from lightning_gpufeed.callbacks.trainer_epoch import (
     trains_uninterrupted,
 )
 from lightning_gpufeed.device.marks import StepClock
+from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.echo.plan import AdaptiveEcho, EchoRule, EchoTrace, FixedEcho, ReplayedEcho
 from lightning_gpufeed.echo.report import EchoReport
 from lightning_gpufeed.echo.resume import read_trace
 from lightning_gpufeed.echo.session import EchoSession
-from lightning_gpufeed.echo.vote import HostVote
 from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, whole_number
 
 __all__ = ["BatchEcho"]

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_gpufeed.device.marks import StepClock
+from lightning_gpufeed.device.vote import HostVote, warn_uneven_ranks
 from lightning_gpufeed.echo.cache import DeviceCache
 from lightning_gpufeed.echo.fetcher import BatchFetcher
 from lightning_gpufeed.echo.ledger import Step, StepLedger
@@ -24,7 +25,6 @@ from lightning_gpufeed.echo.plan import EchoRule, EchoTrace, FixedEcho, Piece, p
 from lightning_gpufeed.echo.position import Ending, Place, Round
 from lightning_gpufeed.echo.report import EchoReport
 from lightning_gpufeed.echo.resume import SavedRun
-from lightning_gpufeed.echo.vote import HostVote, warn_uneven_ranks
 
 __all__ = ["EchoSession"]
 

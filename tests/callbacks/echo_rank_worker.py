@@ -25,7 +25,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpufeed import BatchEcho, H5ImageDataModule
-from lightning_gpufeed.echo.vote import HostVote
+from lightning_gpufeed.device.vote import HostVote
 from tests.callbacks.echo_models import (
     EchoModel,
     Gate,

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpufeed.device.marks import StepClock
+from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.echo.loader import EchoLoader
 from lightning_gpufeed.echo.plan import EchoRule, Piece
 from lightning_gpufeed.echo.session import EchoSession
-from lightning_gpufeed.echo.vote import HostVote
 from tests.doubles import WAIT_SECONDS, EventLog
 
 READER = "gpufeed-reader"

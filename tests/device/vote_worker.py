@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import distributed  # noqa: E402
 
+from lightning_gpufeed.device.vote import HostVote  # noqa: E402
 from lightning_gpufeed.echo.plan import AdaptiveEcho, FixedEcho  # noqa: E402
-from lightning_gpufeed.echo.vote import HostVote  # noqa: E402
 from tests.echo.hand_loop import Batches, GatedSamples, HandLoop, UnsizedBatches, wait_until  # noqa: E402
 
 

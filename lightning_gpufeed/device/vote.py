@@ -13,7 +13,7 @@ __all__ = ["HostVote", "warn_uneven_ranks"]
 
 
 class HostVote:
-    """Lets all ranks act on the smallest of their numbers.
+    """Lets all ranks act on the smallest or the largest of their numbers.
 
     It has a process group of its own on the host's network (gloo), so that it neither waits for the device nor gets
     between collectives of the training. Every rank has to vote at the same places.
@@ -46,10 +46,24 @@ class HostVote:
         Returns:
             The same on every rank.
         """
+        return self._reduce(numbers, distributed.ReduceOp.MIN)
+
+    def maximum(self, *numbers: int) -> list[int]:
+        """Largest of each number over all ranks.
+
+        Args:
+            *numbers: Equally many on every rank.
+
+        Returns:
+            The same on every rank.
+        """
+        return self._reduce(numbers, distributed.ReduceOp.MAX)
+
+    def _reduce(self, numbers: tuple[int, ...], operation: Any) -> list[int]:
         if self._group is None:
             return list(numbers)
         ballot = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        distributed.all_reduce(ballot, op=distributed.ReduceOp.MIN, group=self._group)
+        distributed.all_reduce(ballot, op=operation, group=self._group)
         self.num_votes += 1
         return [int(number) for number in ballot.tolist()]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from lightning_gpufeed.echo.vote import HostVote, warn_uneven_ranks
+from lightning_gpufeed.device.vote import HostVote, warn_uneven_ranks
 
 WORKER = Path(__file__).with_name("vote_worker.py")
 NUM_RANKS = 2
