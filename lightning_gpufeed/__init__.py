@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_gpufeed.callbacks import BatchEcho
+from lightning_gpufeed.callbacks import BatchEcho, OOMRecovery
 from lightning_gpufeed.datamodules import H5DataModule, H5ImageDataModule
-from lightning_gpufeed.errors import FeedError, GpuFeedError, LayoutError, PackError
+from lightning_gpufeed.errors import FeedError, GpuFeedError, LayoutError, OOMRecoveryError, PackError
 from lightning_gpufeed.hdf5.loader import H5Loader
 
 __version__ = "0.1.0"
@@ -17,6 +17,8 @@ __all__ = [
     "H5ImageDataModule",
     "H5Loader",
     "LayoutError",
+    "OOMRecovery",
+    "OOMRecoveryError",
     "PackError",
     "__version__",
 ]

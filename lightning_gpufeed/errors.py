@@ -5,7 +5,8 @@
     GpuFeedError                everything below; catch this to catch all of them
     ├── LayoutError             an HDF5 file cannot be used as asked
     ├── FeedError               reading failed, or a file changed, while batches were being made
-    └── PackError               a source cannot be packed as asked
+    ├── PackError               a source cannot be packed as asked
+    └── OOMRecoveryError        an out-of-memory cannot be undone exactly; says what is lost and where to go on
 
 Each message says what was given, what was expected and what to do. Wrong arguments stay `ValueError`
 and a missing file stays `FileNotFoundError`, because that is what callers already catch.
@@ -13,7 +14,7 @@ and a missing file stays `FileNotFoundError`, because that is what callers alrea
 
 from __future__ import annotations
 
-__all__ = ["FeedError", "GpuFeedError", "LayoutError", "PackError"]
+__all__ = ["FeedError", "GpuFeedError", "LayoutError", "OOMRecoveryError", "PackError"]
 
 
 class GpuFeedError(Exception):
@@ -26,6 +27,10 @@ class LayoutError(GpuFeedError):
 
 class FeedError(GpuFeedError):
     """Reading failed, or a file changed, while batches were being made."""
+
+
+class OOMRecoveryError(GpuFeedError):
+    """An out-of-memory cannot be undone exactly, or the batch cannot be trained on in parts."""
 
 
 class PackError(GpuFeedError):

@@ -21,6 +21,8 @@ PUBLIC_NAMES = [
     "H5ImageDataModule",
     "H5Loader",
     "LayoutError",
+    "OOMRecovery",
+    "OOMRecoveryError",
     "PackError",
     "__version__",
 ]

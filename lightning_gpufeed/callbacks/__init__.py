@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from lightning_gpufeed.callbacks.batch_echo import BatchEcho
+from lightning_gpufeed.callbacks.oom_recovery import OOMRecovery
 
-__all__ = ["BatchEcho"]
+__all__ = ["BatchEcho", "OOMRecovery"]

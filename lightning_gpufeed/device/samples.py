@@ -23,13 +23,22 @@ import torch
 
 __all__ = [
     "BatchForm",
+    "as_same_class",
     "batch_form",
     "copy_batch",
     "count_samples",
     "has_host_items",
+    "has_tensors",
+    "is_container",
+    "is_record",
+    "is_sequence",
+    "like",
+    "parts",
+    "rebuilt",
     "take_samples",
     "tensor_addresses",
     "walk",
+    "with_entries",
 ]
 
 BatchForm = Literal["rows", "fields", "items"]
@@ -52,7 +61,7 @@ def batch_form(batch: Any, expected: int | None = None) -> BatchForm:
     rows, is_nested = _common_rows(batch), _holds_lists_of_tensors(batch)
     if rows is not None and not is_nested:
         # [x, y] is the usual batch; only tensors of one shape could be a list of samples as well.
-        is_alike = _is_sequence(batch) and len(batch) > 1 and len({_shape(part) for part in batch}) == 1
+        is_alike = is_sequence(batch) and len(batch) > 1 and len({_shape(part) for part in batch}) == 1
         may_be_items = is_alike and (expected is None or len(batch) == expected)
         if not may_be_items and (expected is None or rows <= expected):
             return "rows"
@@ -62,7 +71,7 @@ def batch_form(batch: Any, expected: int | None = None) -> BatchForm:
         lengths: dict[BatchForm, int | None] = {
             "rows": rows,
             "fields": _common_length(batch),
-            "items": len(batch) if _is_sequence(batch) and (expected is not None or _has_tensors(batch)) else None,
+            "items": len(batch) if is_sequence(batch) and (expected is not None or has_tensors(batch)) else None,
         }
         possible = [form for form, length in lengths.items() if length]
         if expected is not None:
@@ -123,9 +132,9 @@ def take_samples(batch: Any, form: BatchForm, index: torch.Tensor, host_index: l
         lists, and objects that are no tensor, are the same objects.
     """
     if form == "items":
-        return _like(batch, [copy_batch(batch[i]) for i in host_index or []])
+        return like(batch, [copy_batch(batch[i]) for i in host_index or []])
     if form == "fields":
-        return _mapped(batch, lambda part: _like(part, [copy_batch(part[i]) for i in host_index or []]))
+        return _mapped(batch, lambda part: like(part, [copy_batch(part[i]) for i in host_index or []]))
     return _take_rows(batch, count_samples(batch, form), index, host_index)
 
 
@@ -135,8 +144,8 @@ def _take_rows(node: Any, num_samples: int, index: torch.Tensor, host_index: lis
     if isinstance(node, np.ndarray):
         return node[host_index] if node.ndim else node.copy()
     if _is_list_of_items(node, num_samples):
-        return _like(node, [node[i] for i in host_index or []])
-    if _is_container(node):
+        return like(node, [node[i] for i in host_index or []])
+    if is_container(node):
         return _mapped(node, lambda part: _take_rows(part, num_samples, index, host_index))
     return node
 
@@ -170,7 +179,7 @@ def copy_batch(batch: Any) -> Any:
         return batch.clone()
     if isinstance(batch, np.ndarray):
         return batch.copy()
-    if _is_container(batch) and not isinstance(batch, torch.nn.utils.rnn.PackedSequence):
+    if is_container(batch) and not isinstance(batch, torch.nn.utils.rnn.PackedSequence):
         return _mapped(batch, copy_batch)
     # What cannot be looked into but moves to a device is a batch of somebody's own kind.
     return copy.deepcopy(batch) if hasattr(batch, "to") else batch
@@ -189,82 +198,139 @@ def _is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _is_sequence(node: Any) -> bool:
-    """A plain list or tuple, whose entries may be samples."""
+def is_sequence(node: Any) -> bool:
+    """Whether it is a plain list or tuple, whose entries may be samples."""
     return isinstance(node, list | tuple) and not _is_named_tuple(node)
 
 
-def _is_record(node: Any) -> bool:
+def is_record(node: Any) -> bool:
+    """Whether it is an instance of a dataclass."""
     return dataclasses.is_dataclass(node) and not isinstance(node, type)
 
 
-def _is_container(node: Any) -> bool:
-    return isinstance(node, list | tuple | Mapping) or _is_record(node)
+def is_container(node: Any) -> bool:
+    """Whether it can be looked into: a dict, list, tuple, named tuple or dataclass."""
+    return isinstance(node, list | tuple | Mapping) or is_record(node)
 
 
-def _parts(node: Any) -> list[tuple[str, Any]]:
-    """What is directly in a container, with how it is reached."""
+def parts(node: Any) -> list[tuple[str, Any]]:
+    """What is directly in a container.
+
+    Args:
+        node: A container.
+
+    Returns:
+        How each part is reached, such as `['image']`, `.image` or `[0]`, and the part, in their order.
+    """
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]
-    if _is_record(node):
+    if is_record(node):
         return [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node)]
     return [(f"[{number}]", value) for number, value in enumerate(node)]
 
 
-def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
-    """A container like this one with every part changed."""
+def rebuilt(node: Any, new_parts: list[Any]) -> Any:
+    """A container like this one with other parts.
+
+    Args:
+        node: A container; it stays as it is.
+        new_parts: As many as it has, in the order of `parts`.
+
+    Returns:
+        A container of the same class; what a subclass keeps beside its parts is kept.
+
+    Raises:
+        ValueError: A mapping cannot be made of a dict.
+    """
+    if isinstance(node, Mapping):
+        return with_entries(node, dict(zip(node, new_parts, strict=True)))
+    if is_record(node):
+        changed = copy.copy(node)
+        for field, part in zip(dataclasses.fields(node), new_parts, strict=True):
+            object.__setattr__(changed, field.name, part)
+        return changed
+    return like(node, new_parts)
+
+
+def with_entries(node: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping like this one that holds these entries and no others.
+
+    Args:
+        node: A mapping; it stays as it is.
+        entries: Its new entries.
+
+    Returns:
+        A mapping of the same class.
+
+    Raises:
+        ValueError: It cannot be made of a dict.
+    """
     if isinstance(node, dict | UserDict):
         # A copy keeps what a plain dict would lose: a default factory, attributes of a subclass.
         changed = copy.copy(node)
-        for key, value in node.items():
-            changed[key] = change(value)
+        if list(changed) != list(entries):
+            changed.clear()
+        for key, value in entries.items():
+            changed[key] = value
         return changed
-    if isinstance(node, Mapping):
-        return _rebuilt(node, {key: change(value) for key, value in node.items()})
-    if _is_record(node):
-        changed = copy.copy(node)
-        for field in dataclasses.fields(node):
-            object.__setattr__(changed, field.name, change(getattr(node, field.name)))
-        return changed
-    return _like(node, [change(part) for part in node])
-
-
-def _rebuilt(node: Any, parts: dict[Any, Any]) -> Any:
-    """A mapping of the same type, as only it knows where it keeps its entries."""
-    try:
-        return type(node)(parts)
+    try:  # only it knows where it keeps its entries
+        return type(node)(entries)  # type: ignore[call-arg]
     except TypeError as error:
         raise ValueError(
             f"a {type(node).__name__} cannot be made of a dict ({error}); use a dict in its place."
         ) from error
 
 
-def _like(node: Any, parts: list[Any]) -> Any:
-    return node._make(parts) if _is_named_tuple(node) else type(node)(parts)
+def like(node: Any, entries: list[Any]) -> Any:
+    """A list, tuple or named tuple of the same class as this one, with any number of entries."""
+    return node._make(entries) if _is_named_tuple(node) else type(node)(entries)
+
+
+def as_same_class(tensor: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Make rows of a tensor what the tensor is: some subclasses (images, boxes) forget it in every operation.
+
+    Args:
+        tensor: Made from the original.
+        original: Maybe of a subclass.
+
+    Returns:
+        The same values, of the original's class and with its attributes; of a parameter, a plain tensor.
+    """
+    if type(tensor) is type(original) or isinstance(original, torch.nn.Parameter):
+        return tensor
+    same = tensor.as_subclass(type(original))
+    same.__dict__.update(original.__dict__)
+    return same
+
+
+def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
+    """A container like this one with every part changed."""
+    return rebuilt(node, [change(part) for _, part in parts(node)])
 
 
 def walk(node: Any) -> Iterator[Any]:
     """The node and all below it: containers and what they hold."""
     yield node
-    if _is_container(node):
-        for _, part in _parts(node):
+    if is_container(node):
+        for _, part in parts(node):
             yield from walk(part)
 
 
-def _has_tensors(node: Any) -> bool:
+def has_tensors(node: Any) -> bool:
+    """Whether there is a tensor or array in it, or it is one."""
     return any(isinstance(part, torch.Tensor | np.ndarray) for part in walk(node))
 
 
 def _is_list_of_items(node: Any, num_samples: int | None) -> bool:
     """A list with something for each sample that is no tensor: names, metadata. A tuple of numbers is a shape."""
-    if not _is_sequence(node) or len(node) != num_samples or _has_tensors(node):
+    if not is_sequence(node) or len(node) != num_samples or has_tensors(node):
         return False
     return not (isinstance(node, tuple) and all(isinstance(part, int | float) for part in node))
 
 
 def _holds_lists_of_tensors(batch: Any) -> bool:
     """Whether there is a list with tensors anywhere below the top, which may be a list of samples."""
-    return any(node is not batch and _is_sequence(node) and _has_tensors(node) for node in walk(batch))
+    return any(node is not batch and is_sequence(node) and has_tensors(node) for node in walk(batch))
 
 
 def _shape(node: Any) -> Any:
@@ -282,17 +348,16 @@ def _common_rows(batch: Any) -> int | None:
 
 def _common_length(batch: Any) -> int | None:
     """Length of all lists directly in the batch, if it holds nothing else."""
-    if not _is_container(batch):
+    if not is_container(batch):
         return None
-    parts = [part for _, part in _parts(batch)]
-    lengths = {len(part) if _is_sequence(part) else -1 for part in parts}
+    lengths = {len(part) if is_sequence(part) else -1 for _, part in parts(batch)}
     return lengths.pop() if len(lengths) == 1 and -1 not in lengths else None
 
 
 def _refuse_unknown(batch: Any) -> None:
     """What can be moved to a device but not looked into, or whose rows are not samples."""
     for node in walk(batch):
-        is_opaque = not _is_container(node) and not isinstance(node, torch.Tensor) and hasattr(node, "to")
+        is_opaque = not is_container(node) and not isinstance(node, torch.Tensor) and hasattr(node, "to")
         if is_opaque or isinstance(node, torch.nn.utils.rnn.PackedSequence):
             raise ValueError(f"the samples of a {type(node).__module__}.{type(node).__name__} cannot be told apart.")
         if isinstance(node, torch.Tensor) and (node.is_nested or node.layout is not torch.strided):
@@ -308,8 +373,8 @@ def _describe(node: Any, path: str = "batch") -> str:
 def _describe_all(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, torch.Tensor | np.ndarray):
         yield f"{path} has shape {tuple(node.shape)}"
-    elif _is_container(node) and _has_tensors(node):
-        for where, part in _parts(node):
+    elif is_container(node) and has_tensors(node):
+        for where, part in parts(node):
             yield from _describe_all(part, path + where)
-    elif _is_sequence(node):
+    elif is_sequence(node):
         yield f"{path} is a list of {len(node)}"

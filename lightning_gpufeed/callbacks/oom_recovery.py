@@ -1,0 +1,401 @@
+"""`OOMRecovery`: out of memory costs a retry, not the run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gpufeed.callbacks.emergency_checkpoint import EmergencyCheckpoint
+from lightning_gpufeed.callbacks.recovered_evaluation import EVALUATIONS, RecoveredEvaluation
+from lightning_gpufeed.callbacks.recovered_update import RecoveredUpdate
+from lightning_gpufeed.callbacks.smaller_loader import LoaderShrinker
+from lightning_gpufeed.callbacks.trainer_step import (
+    HookedLogs,
+    OnceHooks,
+    RecoveringClosure,
+    loader_samples,
+    merge_results,
+    obstacle_to_recovery,
+    take_step_over,
+    with_batch,
+)
+from lightning_gpufeed.device.vote import HostVote
+from lightning_gpufeed.hdf5.arguments import whole_number
+from lightning_gpufeed.recover.arguments import check_choices, check_kinds
+from lightning_gpufeed.recover.attempt import Recovery
+from lightning_gpufeed.recover.logged import Rule
+from lightning_gpufeed.recover.plan import RetryPlan
+from lightning_gpufeed.recover.ranks import RankGuard, obstacle_to_guard
+from lightning_gpufeed.recover.report import OOMEvent, summary_line
+from lightning_gpufeed.recover.split_batch import BatchSplitter
+from lightning_gpufeed.recover.states import ModuleStates
+from lightning_gpufeed.recover.work import StepWork
+
+__all__ = ["OOMRecovery"]
+
+
+class OOMRecovery(Callback):
+    """Does a step that ran out of memory again: the same batch, the same numbers, in less memory.
+
+    First whole once more (memory may have been in pieces), then in 2, 4, 8 ... microbatches, each weighted by its share
+    of the samples. The batch, the learning rate, schedules and all counters stay what they are; nothing is skipped and
+    nothing counted twice. The size that worked is kept, and larger ones are tried again after clean batches.
+
+    ==================================  =========================================================================
+    Hook                                what it does
+    ==================================  =========================================================================
+    setup                               stands before the steps of the Trainer; refuses what cannot be undone
+    on_train_start                      guards the optimizer; several ranks: reduces gradients in DDP's place
+    on_train_epoch_start                looks through the module again
+    on_train_epoch_end                  with "shrink_loader", makes the batch size smaller
+    state_dict, load_state_dict         sizes that were found
+    on_exception, teardown              takes everything back
+    on_train_end                        one line on what happened
+    ==================================  =========================================================================
+
+    An attempt that failed leaves nothing behind: logged values, torchmetrics, buffers, gradients of earlier batches of
+    an accumulation window and the random generators are what they were before it, so dropout masks repeat.
+
+    What stays bitwise equal to training without this callback: everything, as long as no batch is split; also when a
+    batch fits at the second try. What is equal up to rounding: a batch in microbatches. What is not: outputs of batch
+    normalisation, which sees microbatches (its running statistics are counted once per batch, see
+    `correct_batchnorm`); dropout masks of a batch that is split; buffers that a step changes by itself, which change
+    once per microbatch. A loss that is no mean over samples is found out at the first split, and refused.
+
+    What cannot be undone is not supported: manual optimization, strategies that keep the model on several devices,
+    SyncBatchNorm, collectives in `training_step`, batches changed in place (found out and named). What `training_step`
+    does outside the module (files, plain attributes, its own logger calls) happens once per attempt.
+
+    Several ranks (`DDPStrategy`): every attempt runs without collectives, all ranks vote on the host, and retry
+    together with the same number of microbatches. Gradients are reduced after backward, not during it.
+
+    Example:
+        >>> callbacks = [OOMRecovery()]
+        >>> callbacks = [OOMRecovery(weight_fn=lambda batch: (batch["labels"] != -100).sum())]     # a mean over tokens
+        >>> callbacks = [OOMRecovery(mode="shrink_loader", scale_lr="linear")]
+
+    Source: the order in which memory is let go of follows from how Python keeps frames (reference, `traceback`).
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["microbatch", "shrink_loader"] = "microbatch",
+        num_microbatches: int = 1,
+        grow_after: int | None = 20,
+        max_retries: int = 20,
+        weight_fn: Callable[[Any], float | torch.Tensor] | None = None,
+        split_fn: Callable[[Any, int], Any] | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        split_check: Literal["refuse", "warn", "skip"] = "refuse",
+        correct_batchnorm: bool = True,
+        emergency_checkpoint: bool = True,
+        scale_lr: Literal["linear", "sqrt", "keep"] | None = None,
+    ) -> None:
+        """Note the arguments.
+
+        Args:
+            mode: "microbatch" keeps the batch size. "shrink_loader" splits batches only until the end of the epoch; the
+                next one has a smaller `batch_size` (of the DataModule, or the module).
+            num_microbatches: To begin with, and the fewest ever.
+            grow_after: Clean batches before a larger size is tried; twice as many each time it fails. None: never.
+            max_retries: Failed attempts of one batch after which it is given up.
+            weight_fn: (Micro)batch -> its weight, where the loss is a mean over something else than samples.
+            split_fn: Batch and number -> list of microbatches, for kinds of batches that are not known.
+            loss_reduction: How the loss of a batch comes about from those of its samples.
+            split_check: What to do when the loss of a batch does not follow from those of its parts.
+            correct_batchnorm: Count the running statistics once per batch; False: once per microbatch.
+            emergency_checkpoint: Save the training before an error ends it.
+            scale_lr: With "shrink_loader", needed: how the learning rate follows the batch size.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        super().__init__()
+        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
+        max_retries = whole_number("max_retries", max_retries, 1)
+        grow_after = None if grow_after is None else whole_number("grow_after", grow_after, 1)
+        check_choices(mode, loss_reduction, split_check, scale_lr)
+        check_kinds(weight_fn, split_fn, correct_batchnorm=correct_batchnorm, emergency_checkpoint=emergency_checkpoint)
+        self.mode, self.scale_lr = mode, scale_lr
+        self.loss_reduction, self.split_check = loss_reduction, split_check
+        self.correct_batchnorm, self.emergency_checkpoint = correct_batchnorm, emergency_checkpoint
+        self.weight_fn, self.split_fn = weight_fn, split_fn
+        self._plans = {s: RetryPlan(1, grow_after=grow_after, max_retries=max_retries) for s in EVALUATIONS.values()}
+        grow_after = None if mode == "shrink_loader" else grow_after
+        self._plans["fit"] = RetryPlan(num_microbatches, grow_after=grow_after, max_retries=max_retries)
+        self.events: list[OOMEvent] = []
+        self._rules: dict[str, dict[str, Rule]] = {}
+        self._shrunk_batch_size: int | None = None
+        self._said: set[str] = set()
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Nothing of a Trainer is held."""
+        self._undo: list[Callable[[], Any]] = []
+        self._vote: HostVote | None = None
+        self._ranks: RankGuard | None = None
+        self._recoveries: dict[str, Recovery] = {}
+        self._states: dict[str, ModuleStates] = {}
+        self._work: StepWork | None = None
+        self._update: RecoveredUpdate | None = None
+        self._closure: RecoveringClosure | None = None
+        self._is_again = False
+        self._shrinker: LoaderShrinker | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many microbatches training batches are cut now."""
+        return self._plans["fit"].num_microbatches
+
+    # Standing in for the step ------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stand before the steps of the Trainer.
+
+        Raises:
+            ValueError: Steps of this Trainer cannot be done again; the message says why.
+        """
+        self._take_back()
+        if sum(isinstance(callback, OOMRecovery) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("the Trainer has more than one OOMRecovery; expected one.")
+        obstacle = obstacle_to_recovery(trainer, pl_module, is_training=stage == "fit")
+        if obstacle is not None:
+            raise ValueError(f"OOMRecovery cannot work here: {obstacle}.")
+        self._undo.append(self._release_vote)
+        evaluation = RecoveredEvaluation(
+            trainer,
+            pl_module,
+            is_active=partial(self._is_active, trainer),
+            recovery=partial(self._recovery, trainer),
+            make_work=partial(self._make_work, trainer, pl_module),
+            on_note=self._on_note,
+        )
+        self._undo.append(evaluation.remove)
+        if stage != "fit":
+            return
+        self._vote = HostVote(getattr(trainer.strategy, "_timeout", None))
+        if self.mode == "shrink_loader":
+            self._shrinker = LoaderShrinker(trainer, pl_module, str(self.scale_lr))
+            self._undo.append(self._shrinker.remove)
+        self._undo.append(take_step_over(trainer, partial(self._make_closure, trainer, pl_module)))
+        self._update = RecoveredUpdate(
+            trainer,
+            EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint),
+            is_active=partial(self._is_active, trainer),
+            undo_batch=self._undo_batch,
+            on_event=partial(self._on_event, trainer),
+        )
+        self._undo.append(self._update.remove)
+
+    def _release_vote(self) -> None:
+        if self._vote is not None:
+            self._vote.close()
+
+    def _take_back(self) -> None:
+        """Undo all that was put in other places."""
+        while self._undo:
+            self._undo.pop()()
+        self._forget_run()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take everything back."""
+        self._take_back()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take everything back: `teardown` is not called then."""
+        self._summarise()
+        self._take_back()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Guard the optimizer, and what DDP would do between ranks.
+
+        Raises:
+            ValueError: The ranks cannot retry together; the message says why.
+        """
+        wrapper = trainer.strategy.model
+        if isinstance(wrapper, DistributedDataParallel) and self._vote is not None and self._vote.num_ranks > 1:
+            obstacle = obstacle_to_guard(wrapper)
+            if obstacle is not None:
+                raise ValueError(f"OOMRecovery cannot work here: {obstacle}.")
+            self._ranks = RankGuard(wrapper, self._vote)
+        if self._update is not None:
+            self._update.guard()
+
+    def _is_active(self, trainer: Trainer) -> bool:
+        """Not while a tuner tries sizes or rates with the callbacks set aside: it wants to see the error."""
+        return any(callback is self for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+    def _recovery(self, trainer: Trainer, stage: str) -> Recovery:
+        if stage not in self._recoveries:
+            self._recoveries[stage] = Recovery(
+                stage,
+                self._plans[stage],
+                BatchSplitter(
+                    split_fn=self.split_fn, weight_fn=self.weight_fn, expected_samples=partial(loader_samples, trainer)
+                ),
+                trainer.strategy.root_device,
+                vote=self._vote if stage == "fit" else None,
+                split_check=self.split_check,
+                is_half="16" in str(trainer.precision),
+                on_event=partial(self._on_event, trainer),
+                on_note=self._on_note,
+                on_give_up=partial(self._on_give_up, trainer, stage),
+            )
+        return self._recoveries[stage]
+
+    def _make_work(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, logs: HookedLogs, **options: Any
+    ) -> StepWork:
+        if stage not in self._states:
+            self._states[stage] = ModuleStates(pl_module, trainer.strategy.root_device)
+        states = self._states[stage]
+        states.include_metrics(logs.metrics())
+        return StepWork(states, logs, ranks=self._ranks, rules=self._rules.setdefault(stage, {}), **options)
+
+    # Training ----------------------------------------------------------------------------------------------
+
+    def _make_closure(
+        self, trainer: Trainer, pl_module: LightningModule, own: Closure, kwargs: OrderedDict[str, Any], batch_idx: int
+    ) -> Closure:
+        if not self._is_active(trainer) or own._backward_fn is None:
+            return own
+        self._closure = RecoveringClosure(own, partial(self._train, trainer, pl_module, kwargs))
+        return self._closure
+
+    def _train(
+        self, trainer: Trainer, pl_module: LightningModule, kwargs: OrderedDict[str, Any], closure: RecoveringClosure
+    ) -> ClosureResult:
+        if self._work is None or not self._is_again:
+            self._work = self._training_work(trainer, pl_module, kwargs, closure)
+        self._is_again = False
+        whole = next(iter(kwargs.values()))
+        return cast(ClosureResult, self._recovery(trainer, "fit").run(self._work, whole, trainer.global_step))
+
+    def _training_work(
+        self, trainer: Trainer, pl_module: LightningModule, kwargs: OrderedDict[str, Any], closure: RecoveringClosure
+    ) -> StepWork:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        whole = next(iter(kwargs.values()))
+        logs = HookedLogs(trainer, pl_module)
+        hooks = OnceHooks(trainer, pl_module)
+
+        def forward(microbatch: Any) -> tuple[torch.Tensor | None, ClosureResult]:
+            if microbatch is whole:
+                result = closure._step_fn()
+                return result.closure_loss, result
+            result = loop._training_step(with_batch(kwargs, microbatch))
+            loss, result.closure_loss = result.closure_loss, None
+            return loss, result
+
+        def backward(loss: torch.Tensor, is_first: bool, is_last: bool) -> None:
+            with hooks.around(is_first, is_last):
+                closure._backward_fn(loss)  # type: ignore[misc]
+
+        return self._make_work(
+            trainer,
+            pl_module,
+            "fit",
+            logs,
+            forward=forward,
+            put_together=lambda results, split: merge_results(results, split, self.loss_reduction, self._on_note),
+            backward=backward,
+            zero_grad=closure._zero_grad_fn,
+            is_reduced=not trainer.fit_loop._should_accumulate(),
+            loss_reduction=self.loss_reduction,
+            corrects_batchnorm=self.correct_batchnorm,
+        )
+
+    def _undo_batch(self) -> bool:
+        """Let the closure run again, if it was done."""
+        # Several ranks have agreed already that this batch is done.
+        if self._closure is None or not self._closure.is_done or self._work is None or self._ranks is not None:
+            return False
+        self._work.undo()
+        self._is_again = True
+        return True
+
+    # What happened -----------------------------------------------------------------------------------------
+
+    def _on_event(self, trainer: Trainer, event: OOMEvent) -> None:
+        self.events.append(event)
+        rank_zero_info(str(event))
+        for logger in trainer.loggers:
+            logger.log_metrics(event.to_metrics(), step=trainer.global_step)
+
+    def _on_note(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(f"OOMRecovery: {text}.")
+
+    def _on_give_up(self, trainer: Trainer, stage: str) -> str:
+        """Everything is as it was before the batch."""
+        return EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint).save() if stage == "fit" else ""
+
+    def _summarise(self) -> None:
+        if self.events:
+            rank_zero_info(summary_line(self.events, self.num_microbatches))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The parts of the module may have changed."""
+        for states in self._states.values():
+            states.refresh()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """With `shrink_loader`: the next epoch has smaller batches, if these did not fit."""
+        plan = self._plans["fit"]
+        if self._shrinker is None or plan.num_microbatches <= plan.fewest:
+            return
+        obstacle = self._shrinker.obstacle()
+        if obstacle is not None:
+            self._on_note(f"the batch size stays, and batches are split: {obstacle}")
+            return
+        rank_zero_info(f"OOMRecovery: {self._shrinker.shrink(plan.num_microbatches // plan.fewest)}.")
+        self._shrunk_batch_size = self._shrinker.batch_size
+        plan.start_over()
+
+    # Where to continue -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes that were found.
+
+        Returns:
+            Plain numbers and names.
+        """
+        return {
+            "plans": {stage: plan.state_dict() for stage, plan in self._plans.items()},
+            "rules": {stage: dict(rules) for stage, rules in self._rules.items()},
+            "batch_size": self._shrunk_batch_size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the sizes that were found.
+
+        Args:
+            state_dict: From `state_dict`.
+        """
+        for stage, plan in self._plans.items():
+            plan.load_state_dict(state_dict["plans"][stage])
+        for stage, rules in state_dict["rules"].items():
+            self._rules.setdefault(stage, {}).update(rules)
+        self._shrunk_batch_size = state_dict["batch_size"]
+        if self._shrinker is not None and self._shrunk_batch_size is not None:
+            self._shrinker.restore(self._shrunk_batch_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy keeps: the arguments and what was found."""
+        held: dict[str, Any] = {"_undo": [], "_recoveries": {}, "_states": {}}
+        nothing = dict.fromkeys(("_vote", "_ranks", "_work", "_update", "_closure", "_shrinker"))
+        return {**self.__dict__, **held, **nothing}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how it went."""
+        self._summarise()

@@ -1,0 +1,368 @@
+"""The retry: leave the handler, let go of the failed attempt, undo, release, do the same batch again.
+
+The order matters. While an exception is handled, or kept with its traceback, the frames it came through hold every
+activation of the attempt; a cache that is emptied before they are gone gives nothing back.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import distributed
+
+from lightning_gpufeed.device.headroom import describe_memory, free_bytes, is_low, release
+from lightning_gpufeed.device.vote import HostVote
+from lightning_gpufeed.errors import OOMRecoveryError
+from lightning_gpufeed.recover.classify import Diagnosis, Kind, classify
+from lightning_gpufeed.recover.plan import RetryPlan
+from lightning_gpufeed.recover.report import OOMEvent, bytes_text
+from lightning_gpufeed.recover.split_batch import BatchGuard, BatchSplitter, Split
+from lightning_gpufeed.recover.split_check import check_split
+from lightning_gpufeed.recover.work import StepWork
+
+__all__ = ["Failure", "Recovery", "forget"]
+
+MUCH = 2**62
+
+
+@dataclass(eq=False)
+class Failure:
+    """An attempt that ran out of memory, without anything that would keep its tensors alive.
+
+    Attributes:
+        error: The exception, without traceback.
+        phase: Where it came from.
+        requested_bytes: What could not be had, if it says so.
+        free_bytes: What was free then, if known.
+        where: The innermost lines of the traceback, as text.
+    """
+
+    error: BaseException
+    phase: str
+    requested_bytes: int | None
+    free_bytes: int | None
+    where: str = field(repr=False)
+
+
+def forget(error: BaseException) -> None:
+    """Take the tracebacks off an exception and all it was raised from, and clear their frames.
+
+    Args:
+        error: Not being handled any more.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+        waiting += [one.__cause__, one.__context__]
+
+
+def note_failure(error: BaseException, diagnosis: Diagnosis, phase: str, device: torch.device) -> Failure:
+    """Write down what is to be known of a failure; to be called in the handler.
+
+    Args:
+        error: What was caught.
+        diagnosis: Of it.
+        phase: Where it came from.
+        device: Of the training.
+
+    Returns:
+        What is kept when the exception is forgotten.
+    """
+    lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:])
+    return Failure(error, phase, diagnosis.requested_bytes, free_bytes(device), "".join(lines).rstrip())
+
+
+class Recovery:
+    """Does steps so that running out of memory costs an attempt.
+
+    Attributes:
+        plan: Into how many microbatches.
+        num_retries: Attempts after a first one, in all.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        plan: RetryPlan,
+        splitter: BatchSplitter,
+        device: torch.device,
+        *,
+        vote: HostVote | None = None,
+        split_check: Literal["refuse", "warn", "skip"] = "refuse",
+        is_half: bool = False,
+        on_event: Callable[[OOMEvent], None],
+        on_note: Callable[[str], None],
+        on_give_up: Callable[[], str],
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            plan: Its own for each stage.
+            splitter: Splits batches.
+            device: Of the training.
+            vote: Of the ranks that train together; None: this process decides alone.
+            split_check: What to do if the loss does not follow from its parts.
+            is_half: Whether it computes in half precision.
+            on_event: Told of each batch that failed at first.
+            on_note: Told what a user should know.
+            on_give_up: Called with everything undone before the last error is raised; says what it did.
+        """
+        self.stage, self.plan, self.splitter, self.device = stage, plan, splitter, device
+        self._vote = vote if vote is not None and vote.num_ranks > 1 else None
+        self._split_check, self._is_half = split_check, is_half
+        self._on_event, self._on_note, self._on_give_up = on_event, on_note, on_give_up
+        self._has_checked = split_check == "skip"
+        self.num_retries = 0
+
+    def run(self, work: StepWork, batch: Any, step: int) -> Any:
+        """Do a step; again, in smaller parts, as often as memory runs out.
+
+        Args:
+            work: What to do with the batch.
+            batch: On its device.
+            step: Which one it is, for people.
+
+        Returns:
+            What the step gave.
+
+        Raises:
+            OOMRecoveryError: The batch cannot be trained on in parts, or another rank cannot go on.
+        """
+        guard = BatchGuard(batch)
+        work.save()
+        split = self._split(batch, None)
+        failures: list[tuple[Failure | None, int, int]] = []
+        ballot = _Ballot()
+        while True:
+            outcome, failure = self._attempt(work, split, bool(failures))
+            ballot = ballot.updated(self._agree(failure, split))
+            if not ballot.has_failed:
+                break
+            failures.append((failure, len(split.microbatches), max(split.sizes)))
+            work.undo()
+            release(self.device)
+            split = self._next(batch, guard, failures, ballot)
+            self.num_retries += 1
+        work.finish()
+        self.plan.settle(ballot.num_samples, ballot.num_microbatches, len(failures))
+        if failures:
+            self._on_event(self._event(step, ballot, failures, split))
+        for note in work.notes:
+            self._on_note(note)
+        return outcome
+
+    # One attempt ------------------------------------------------------------------------------------------
+
+    def _split(self, batch: Any, num_microbatches: int | None) -> Split:
+        """The batch in so many microbatches; None: as the plan says."""
+        if num_microbatches is None:
+            if self.plan.num_microbatches == 1:
+                return Split([batch], [0], [1.0])
+            num_microbatches = self.plan.num_for(self.splitter.count(batch))
+        return Split([batch], [0], [1.0]) if num_microbatches == 1 else self.splitter.split(batch, num_microbatches)
+
+    def _attempt(self, work: StepWork, split: Split, is_retry: bool) -> tuple[Any, Failure | None]:
+        """Try once. What is returned of a failure keeps none of its tensors alive."""
+        try:
+            if len(split.microbatches) > 1 and not self._has_checked:
+                self._check(work, split)
+            return work.run(split), None
+        except Exception as error:
+            diagnosis = classify(error, self.device.type)
+            if not self._may_retry(diagnosis):
+                if diagnosis.advice:
+                    error.add_note(f"OOMRecovery: not an error to retry after; {diagnosis.advice}")
+                if is_retry:
+                    error.add_note(
+                        f"OOMRecovery: this came when a batch that had run out of memory was done again in "
+                        f"{len(split.microbatches)} microbatches of at most {max(split.sizes)} samples."
+                    )
+                self._tell_others(error)
+                raise
+            failure = note_failure(error, diagnosis, work.phase, self.device)
+        forget(failure.error)
+        return None, failure
+
+    def _may_retry(self, diagnosis: Diagnosis) -> bool:
+        if diagnosis.kind is Kind.PROBABLE:
+            return is_low(self.device)
+        return diagnosis.kind in (Kind.DEVICE, Kind.HOST)
+
+    def _check(self, work: StepWork, split: Split) -> None:
+        """Once: may batches be split at all?"""
+        finding = check_split(work, split, self.splitter, self.device, is_half=self._is_half)
+        self._has_checked = True
+        if finding.unknown is not None:
+            self._on_note(f"whether the loss of a batch follows from its parts could not be checked: {finding.unknown}")
+        for key in finding.unmerged:
+            self._on_note(
+                f"{key!r} of a batch does not follow from its microbatches in any known way; their weighted mean is "
+                f"logged for batches that are split"
+            )
+        if finding.mismatch is None:
+            return
+        cure = (
+            "if it is a mean over something else than samples, give weight_fn=(batch -> how many of those); if it is a "
+            "sum, loss_reduction='sum'; if it compares the samples of a batch with each other, it cannot be split: use "
+            "a smaller batch or cache the gradients of the embeddings"
+        )
+        if self._split_check == "warn":
+            self._on_note(f"{finding.mismatch}. Trained on in microbatches all the same, as split_check='warn'; {cure}")
+            return
+        raise OOMRecoveryError(
+            f"out of memory, and the batch cannot be split: {finding.mismatch}. Expected a mean over samples; {cure}. "
+            f"split_check='warn' splits it all the same."
+        )
+
+    # What the ranks agree on ------------------------------------------------------------------------------
+
+    def _agree(self, failure: Failure | None, split: Split) -> list[int]:
+        """One vote, in the same place on every rank."""
+        has_failed = failure is not None
+        requested = failure.requested_bytes if failure is not None else None
+        free = failure.free_bytes if failure is not None else None
+        numbers = [
+            int(has_failed),
+            0,
+            sum(split.sizes),
+            len(split.microbatches),
+            -1 if requested is None else requested,
+            -1 if free is None else MUCH - free,
+            self._vote.rank if has_failed and self._vote is not None else -1,
+            ["forward", "backward"].index(failure.phase) if failure is not None else -1,
+        ]
+        if self._vote is None:
+            return numbers
+        numbers = self._vote.maximum(*numbers)
+        if numbers[1]:
+            raise OOMRecoveryError(
+                "another rank has stopped with an error while this one was in the same step; its own message says why."
+            )
+        return numbers
+
+    def _tell_others(self, error: BaseException) -> None:
+        """An error that ends the training of this rank ends it on the others too, instead of letting them wait."""
+        is_of_group = isinstance(error, getattr(distributed, "DistError", ()))
+        if self._vote is not None and not is_of_group and not isinstance(error, StopIteration):
+            self._vote.maximum(0, 1, 0, 0, -1, -1, -1, -1)
+
+    def _next(
+        self, batch: Any, guard: BatchGuard, failures: list[tuple[Failure | None, int, int]], ballot: _Ballot
+    ) -> Split:
+        """The next attempt; raises if there is none."""
+        failure = failures[-1][0]
+        obstacle = self._obstacle(guard, failure, len(failures))
+        batch = guard.restored()
+        if not obstacle:
+            try:
+                ballot.num_samples = max(ballot.num_samples, self.splitter.count(batch))
+            except ValueError as error:
+                # At the same size it can still be tried.
+                ballot.obstacle = str(error)
+        if self._vote is not None:
+            ballot.num_samples, is_stuck, is_whole = self._vote.maximum(
+                ballot.num_samples, int(bool(obstacle)), int(bool(ballot.obstacle))
+            )
+            obstacle = obstacle or ("another rank cannot do its batch again" if is_stuck else "")
+            ballot.obstacle = ballot.obstacle or ("another rank cannot split its batch" if is_whole else "")
+        number = self.plan.after_failure(max(1, ballot.num_samples), ballot.num_microbatches, len(failures))
+        if obstacle or number is None or (number > 1 and ballot.obstacle):
+            self._give_up(failures, obstacle or ballot.obstacle or "there is no smaller size to try")
+        try:
+            return self._split(batch, number)
+        except ValueError as error:
+            self._tell_others(error)
+            self._give_up(failures, str(error))
+
+    def _obstacle(self, guard: BatchGuard, failure: Failure | None, num_failures: int) -> str:
+        """Why the batch may not be done again on this rank; empty if it may."""
+        changed = guard.changed_tensors()
+        if changed:
+            return (
+                f"the batch cannot be done again, because {', '.join(changed)} was changed in place; write "
+                f"x = x - mean in the place of x.sub_(mean)"
+            )
+        is_known = failure is None or classify(failure.error, self.device.type).kind is not Kind.PROBABLE
+        return "" if is_known or num_failures < 2 else "it came again after memory was released"
+
+    def _give_up(self, failures: list[tuple[Failure | None, int, int]], reason: str) -> NoReturn:
+        """Raise the first error again, with all that was tried."""
+        first = next((failure for failure, _, _ in failures if failure is not None), None)
+        did = self._on_give_up()
+        lines = [f"OOMRecovery could not cure this: {reason}.", "Tried, with the same batch:"]
+        for failure, number, size in failures:
+            what = "whole" if number == 1 else f"in {number} microbatches of at most {size} samples"
+            if failure is None:
+                lines.append(f"  {what}: another rank ran out of memory")
+                continue
+            free = f", {bytes_text(failure.free_bytes)} were free" if failure.free_bytes is not None else ""
+            lines.append(
+                f"  {what}: out of memory in {failure.phase}, asked for {bytes_text(failure.requested_bytes)}{free}"
+            )
+        lines.append(f"Memory: {describe_memory(self.device)}")
+        if did:
+            lines.append(did)
+        if first is None:
+            raise OOMRecoveryError("\n".join(["another rank ran out of memory.", *lines]))
+        lines.append(f"It came from:\n{first.where}")
+        first.error.add_note("\n".join(lines))
+        raise first.error
+
+    def _event(
+        self, step: int, ballot: _Ballot, failures: list[tuple[Failure | None, int, int]], split: Split
+    ) -> OOMEvent:
+        number = ballot.num_microbatches
+        tries = "" if len(failures) == 1 else f" (retry {len(failures)})"
+        cure = (
+            f"the same again after releasing memory{tries}"
+            if number == failures[0][1]
+            else f"{number} microbatches of at most {max(split.sizes)} samples{tries}"
+        )
+        return OOMEvent(
+            self.stage,
+            step,
+            ballot.phase,
+            ballot.requested_bytes,
+            ballot.free_bytes,
+            ballot.rank,
+            len(failures),
+            number,
+            max(split.sizes),
+            cure,
+        )
+
+
+@dataclass
+class _Ballot:
+    """What all ranks know of a batch so far; of the failures, the first."""
+
+    has_failed: bool = False
+    num_samples: int = 0
+    num_microbatches: int = 1
+    requested_bytes: int | None = None
+    free_bytes: int | None = None
+    rank: int = -1
+    phase: str = ""
+    obstacle: str = ""
+
+    def updated(self, numbers: list[int]) -> _Ballot:
+        """With the numbers of one more attempt."""
+        failed, _, num_samples, num_microbatches, requested, free, rank, phase = numbers
+        self.has_failed, self.num_microbatches = bool(failed), num_microbatches
+        self.num_samples = max(self.num_samples, num_samples)
+        if failed and not self.phase:
+            self.requested_bytes = requested if requested >= 0 else None
+            self.free_bytes = MUCH - free if free >= 0 else None
+            self.rank, self.phase = rank, ["forward", "backward"][phase]
+        return self

@@ -1,0 +1,120 @@
+"""Counts the running statistics of batch normalisation once per batch, although it is seen in microbatches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["StatisticsOnce"]
+
+
+class _Seen(NamedTuple):
+    """Statistics of one call: mean and unbiased variance per channel, and how many elements they are of."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    num_elements: int
+
+
+class StatisticsOnce:
+    """Stands between the microbatches of a batch and the running statistics.
+
+    Applied as they come, n microbatches would move the running statistics n times, with n times the momentum. Here each
+    leaves its own mean and variance; at the end those of the whole batch are put together exactly (parts of a variance
+    and the variance between the parts) and applied once, as the whole batch would have.
+
+    What stays different: the outputs. A microbatch is normalised by its own statistics, so what deeper layers see is
+    not what the whole batch would have shown them. No splitting can change that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Begin.
+
+        Args:
+            module: Those of its normalisations that train and track statistics are taken.
+        """
+        self._norms = [
+            norm
+            for norm in module.modules()
+            if isinstance(norm, _BatchNorm)
+            and norm.training
+            and norm.track_running_stats
+            and norm.running_mean is not None
+        ]
+        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float | None]] = []
+        self._seen: list[list[list[_Seen]]] = [[] for _ in self._norms]
+        self._handles: list[Any] = []
+        for norm, microbatches in zip(self._norms, self._seen, strict=True):
+            count = norm.num_batches_tracked
+            self._before.append(
+                (
+                    norm.running_mean.clone(),  # type: ignore[union-attr]
+                    norm.running_var.clone(),  # type: ignore[union-attr]
+                    None if count is None else count.clone(),
+                    norm.momentum,
+                )
+            )
+            norm.momentum = 1.0  # the running statistics are then those of the last call
+            self._handles.append(norm.register_forward_hook(_note_in(microbatches)))
+
+    @property
+    def num_norms(self) -> int:
+        """How many normalisations this is about."""
+        return len(self._norms)
+
+    def begin_microbatch(self) -> None:
+        """The next calls are of one more microbatch."""
+        for microbatches in self._seen:
+            microbatches.append([])
+
+    def end(self) -> None:
+        """Take everything back; the running statistics are what they were before."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for norm, (mean, variance, count, momentum) in zip(self._norms, self._before, strict=True):
+            norm.momentum = momentum
+            norm.running_mean.copy_(mean)  # type: ignore[union-attr]
+            norm.running_var.copy_(variance)  # type: ignore[union-attr]
+            if count is not None:
+                norm.num_batches_tracked.copy_(count)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Move the running statistics as the whole batch would have; after `end`."""
+        for norm, microbatches in zip(self._norms, self._seen, strict=True):
+            num_calls = max((len(calls) for calls in microbatches), default=0)
+            for call in range(num_calls):
+                # A call that not every microbatch has made (a branch that depends on the data): of those that have.
+                self._apply_call(norm, [calls[call] for calls in microbatches if call < len(calls)])
+
+    @staticmethod
+    def _apply_call(norm: _BatchNorm, parts: list[_Seen]) -> None:
+        total = sum(part.num_elements for part in parts)
+        mean = sum(part.mean * (part.num_elements / total) for part in parts)
+        within = sum(part.variance * (part.num_elements - 1) for part in parts)
+        between = sum((part.mean - mean).square() * part.num_elements for part in parts)
+        variance = (within + between) / max(1, total - 1)
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        momentum = norm.momentum
+        if momentum is None:  # a plain average over all batches
+            momentum = 1 / int(norm.num_batches_tracked)  # type: ignore[arg-type]
+        norm.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)  # type: ignore[union-attr]
+        norm.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)  # type: ignore[union-attr]
+
+
+def _note_in(microbatches: list[list[_Seen]]) -> Any:
+    """A forward hook that notes the statistics of a call."""
+
+    def note(norm: _BatchNorm, args: tuple[Any, ...], output: Any) -> None:
+        if not norm.training:
+            return
+        given = args[0]
+        num_elements = given.numel() // max(1, given.shape[1])
+        microbatches[-1].append(_Seen(norm.running_mean.clone(), norm.running_var.clone(), num_elements))  # type: ignore[union-attr]
+
+    return note

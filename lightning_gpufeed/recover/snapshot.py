@@ -1,0 +1,147 @@
+"""Puts back what a failed attempt has changed: random generators and buffers of the module.
+
+Gradients are in `gradients`, torchmetrics in `metrics`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["BufferStates", "GeneratorStates"]
+
+LARGE_BYTES = 16 * 2**20
+
+
+class GeneratorStates:
+    """State of the process's random generators: `random`, numpy, torch on the host and on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Read them; microseconds, and nothing waits for the device.
+
+        Args:
+            device: The device of the training.
+        """
+        self._device = None if device.type == "cpu" else device
+        self._states = self._read()
+
+    def _read(self) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+        on_device = None
+        if self._device is not None:
+            on_device = torch.get_device_module(self._device).get_rng_state(self._device)
+        return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
+
+    def put_back(self) -> None:
+        """Set them to what was read."""
+        python, of_numpy, of_torch, on_device = self._states
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(on_device, self._device)
+
+    def has_moved(self) -> bool:
+        """Whether anything has drawn from one of them since."""
+        python, of_numpy, of_torch, on_device = self._read()
+        then = self._states
+        is_same_numpy = all(np.array_equal(a, b) for a, b in zip(of_numpy, then[1], strict=True))
+        is_same = python == then[0] and is_same_numpy and torch.equal(of_torch, then[2])
+        return not is_same or (on_device is not None and not torch.equal(on_device, then[3]))  # type: ignore[arg-type]
+
+
+class BufferStates:
+    """Values of the buffers of a module before each batch.
+
+    Copying all buffers in every step would be dear where some are large and never change: masks, tables. So those that
+    were seen to change, and the statistics of batch normalisation, are copied on the device by one call; of the others
+    one copy on the host is kept, which is right as long as torch's count of in-place changes stands still.
+
+    In inference mode torch does not count; there all buffers but those over 16 MiB are copied. The kernels of batch
+    normalisation do not count either.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Find the buffers.
+
+        Args:
+            module: Its submodules too.
+        """
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._names: list[str] = []
+        self._is_moving: list[bool] = []
+        for path, owner in module.named_modules():
+            for name in owner._buffers:
+                self._places.append((owner._buffers, name))
+                self._names.append(f"{path}.{name}" if path else name)
+                self._is_moving.append(isinstance(owner, _NormBase))
+        number = len(self._places)
+        self._tensors: list[torch.Tensor | None] = [None] * number
+        self._versions: list[int] = [-1] * number
+        self._copies: list[torch.Tensor | None] = [None] * number
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Note the values as they are now."""
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        is_inference = torch.is_inference_mode_enabled()
+        for i, (owner, name) in enumerate(self._places):
+            tensor = owner.get(name)
+            if tensor is None or (tensor.is_inference() and not is_inference):
+                self._tensors[i] = tensor  # nothing, or what cannot be changed in place here
+                self._copies[i] = None
+                continue
+            version = -1 if tensor.is_inference() else tensor._version
+            if is_inference:
+                if tensor.nbytes > LARGE_BYTES:
+                    self._tensors[i], self._versions[i], self._copies[i] = tensor, version, None
+                    continue
+            elif not self._is_moving[i]:
+                is_known = self._tensors[i] is tensor and self._copies[i] is not None
+                if is_known and self._versions[i] == version:
+                    continue
+                if not is_known:
+                    self._tensors[i], self._versions[i] = tensor, version
+                    self._copies[i] = tensor.detach().to("cpu", copy=True)
+                    continue
+                self._is_moving[i], self._copies[i] = True, None
+            copy = self._copies[i]
+            is_same_kind = copy is not None and copy.device == tensor.device and copy.dtype == tensor.dtype
+            if copy is None or not is_same_kind or copy.shape != tensor.shape:
+                copy = torch.empty_like(tensor)
+                self._copies[i] = copy
+            self._tensors[i], self._versions[i] = tensor, version
+            sources.append(tensor)
+            targets.append(copy)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the buffers the values of the last `save`, in the same tensors."""
+        for i, (owner, name) in enumerate(self._places):
+            tensor, copy = self._tensors[i], self._copies[i]
+            owner[name] = tensor
+            if tensor is None or copy is None:
+                continue
+            is_uncounted = self._is_moving[i] or tensor.is_inference() or torch.is_inference_mode_enabled()
+            if is_uncounted or tensor._version != self._versions[i]:
+                tensor.copy_(copy)
+                if not tensor.is_inference():
+                    self._versions[i] = tensor._version
+
+    def moving_names(self) -> list[str]:
+        """Names of buffers that training steps change, but for those of batch normalisation."""
+        own = {id(owner) for owner in self._norm_owners()}
+        return [
+            self._names[i] for i in range(len(self._places)) if self._is_moving[i] and id(self._places[i][0]) not in own
+        ]
+
+    def _norm_owners(self) -> list[dict[str, Any]]:
+        norms = {"running_mean", "running_var", "num_batches_tracked"}
+        return [owner for owner, _ in self._places if norms <= set(owner)]

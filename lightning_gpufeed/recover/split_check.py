@@ -1,0 +1,153 @@
+"""Does the loss of a batch follow from the losses of its parts? Looked at once, before a batch is split.
+
+A mean over samples does. A loss that compares samples of a batch with each other (contrastive ones), or a mean over
+tokens when samples have different numbers of them, does not: training on microbatches would be another training, and
+nothing would say so. One part that fits is compared with its own halves: loss, gradients, and all that is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_gpufeed.recover.gradients import GradientStates
+from lightning_gpufeed.recover.logged import LogCall, find_rules
+from lightning_gpufeed.recover.snapshot import GeneratorStates
+from lightning_gpufeed.recover.split_batch import BatchSplitter, Split
+from lightning_gpufeed.recover.states import without_randomness
+from lightning_gpufeed.recover.work import StepWork
+
+__all__ = ["Finding", "check_split"]
+
+TOLERANCE = 1e-3
+"""Relative. float32 sums in another order differ by about 1e-6 of their terms, a wrong weight by far more."""
+HALF_TOLERANCE = 3e-2
+"""The same with half precision, whose terms have 8 to 11 bits."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the comparison has shown.
+
+    Attributes:
+        mismatch: Why the batch may not be split; None: nothing against it.
+        unknown: Why nothing could be said; None: it was compared.
+        unmerged: Logged values of the whole that do not follow from those of the parts.
+    """
+
+    mismatch: str | None = None
+    unknown: str | None = None
+    unmerged: tuple[str, ...] = ()
+
+
+def check_split(
+    work: StepWork, split: Split, splitter: BatchSplitter, device: torch.device, *, is_half: bool = False
+) -> Finding:
+    """Compare a part with its halves; afterwards everything is as it was.
+
+    Dropout and batch normalisation are switched to evaluation meanwhile, as they differ from pass to pass, or between a
+    whole and its parts, by their nature.
+
+    Args:
+        work: Of a batch, saved or undone.
+        split: The batch in microbatches; the first is compared.
+        splitter: That made them.
+        device: Of the training.
+        is_half: Whether it computes in half precision.
+
+    Returns:
+        What was found. Rules for logged values are put into `work.rules`.
+    """
+    part = split.microbatches[0]
+    try:
+        halves = splitter.split(part, 2)
+    except ValueError as error:
+        return Finding(unknown=str(error))
+    if len(halves.microbatches) < 2:
+        return Finding(unknown="a microbatch is one sample, which has no parts to compare it with")
+    gradients = GradientStates(work.states.parameters) if work.has_backward else None
+    if gradients is not None:
+        gradients.before_change()
+    try:
+        return _compared(work, part, halves, device, HALF_TOLERANCE if is_half else TOLERANCE)
+    finally:
+        if gradients is not None:
+            gradients.put_back()
+        work.states.put_back()
+        work.logs.put_back()
+
+
+def _compared(work: StepWork, part: object, halves: Split, device: torch.device, tolerance: float) -> Finding:
+    for is_all in (False, True):
+        with without_randomness(work.states.module, is_all=is_all):
+            generators = GeneratorStates(device)
+            try:
+                whole, whole_logged, whole_gradients = _observed(work, [part], [1.0])
+                if generators.has_moved():
+                    generators.put_back()
+                    continue
+                parts, parts_logged, parts_gradients = _observed(work, halves.microbatches, halves.weights)
+            except (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+                # Not every step can be run as in evaluation, or on so few samples.
+                return Finding(unknown=f"the step does not run on a part by itself ({type(error).__name__}: {error})")
+        rules, unmerged = find_rules(whole_logged[0], parts_logged, halves.weights, tolerance)
+        work.rules.update(rules)
+        mismatch = _mismatch(whole, parts, whole_gradients, parts_gradients, tolerance)
+        return Finding(mismatch=mismatch, unmerged=tuple(unmerged))
+    return Finding(unknown="the step draws random numbers, so no two passes over a part are the same")
+
+
+def _observed(
+    work: StepWork, microbatches: Sequence[object], weights: Sequence[float]
+) -> tuple[float | None, list[list[LogCall]], list[torch.Tensor | None]]:
+    """Loss, what was logged, and gradients in host memory."""
+    for parameter in work.states.parameters:
+        parameter.grad = None
+    loss, logged = work.observe(microbatches, weights)
+    gradients = [None if parameter.grad is None else _on_host(parameter) for parameter in work.states.parameters]
+    for parameter in work.states.parameters:
+        parameter.grad = None
+    return loss, logged, gradients
+
+
+def _on_host(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    gradient = gradient.detach()
+    return gradient.to_dense().cpu() if gradient.layout is not torch.strided else gradient.cpu()
+
+
+def _mismatch(
+    whole: float | None,
+    parts: float | None,
+    whole_gradients: Sequence[torch.Tensor | None],
+    parts_gradients: Sequence[torch.Tensor | None],
+    tolerance: float,
+) -> str | None:
+    if whole is None or parts is None:
+        return None
+    difference, scale = 0.0, 0.0
+    for of_whole, of_parts in zip(whole_gradients, parts_gradients, strict=True):
+        for gradient in (of_whole, of_parts):
+            if gradient is not None:
+                scale = max(scale, _norm(gradient))
+        if of_whole is not None and of_parts is not None:
+            difference += _norm(of_whole.float() - of_parts.float()) ** 2
+        else:
+            difference += sum(_norm(gradient) ** 2 for gradient in (of_whole, of_parts) if gradient is not None)
+    total = sum(_norm(gradient) ** 2 for gradient in whole_gradients if gradient is not None) ** 0.5
+    error = difference**0.5 / max(total, scale) if scale > 0 else 0.0
+    is_same_loss = abs(whole - parts) <= tolerance * max(abs(whole), abs(parts), 1e-12)
+    if (is_same_loss or whole != whole) and (error <= tolerance or error != error):
+        return None
+    return (
+        f"the loss of a batch does not follow from the losses of its parts: {whole:.6g} for a part as a whole, "
+        f"{parts:.6g} from its two halves; gradients differ by {error:.2g} of their size"
+    )
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float()))

@@ -1,0 +1,85 @@
+"""Everything a failed attempt may have changed in a module and around it, noted before and put back after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_gpufeed.recover.metrics import MetricStates, find_metrics
+from lightning_gpufeed.recover.snapshot import BufferStates, GeneratorStates
+
+__all__ = ["ModuleStates", "without_randomness"]
+
+
+class ModuleStates:
+    """Random generators, buffers and metrics of a module."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Look through the module; again with `refresh`, as its parts may change.
+
+        Args:
+            module: What is trained.
+            device: Where.
+        """
+        self.module = module
+        self._device = device
+        self.metric_states = MetricStates()
+        self._others: list[Any] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look through the module again: its parts may have changed."""
+        self.parameters = list(self.module.parameters())
+        self.buffers = BufferStates(self.module)
+        self.metrics = find_metrics(self.module, self._others)
+
+    def include_metrics(self, others: Sequence[Any]) -> None:
+        """Take in metrics that need not be parts of the module.
+
+        Args:
+            others: All of them; cheap if they are the same as the last time.
+        """
+        if len(others) != len(self._others):
+            self._others = list(others)
+            self.metrics = find_metrics(self.module, self._others)
+
+    def save(self) -> None:
+        """Note all as it is now."""
+        self._generators = GeneratorStates(self._device)
+        self.buffers.save()
+        self.metric_states.save(self.metrics)
+
+    def put_back(self) -> None:
+        """Make all what it was at the last `save`."""
+        self._generators.put_back()
+        self.buffers.put_back()
+        self.metric_states.put_back()
+
+
+@contextmanager
+def without_randomness(module: nn.Module, *, is_all: bool = False) -> Iterator[None]:
+    """Dropout and batch normalisation as in evaluation, the rest as it is.
+
+    Args:
+        module: Its submodules too.
+        is_all: The whole module as in evaluation.
+
+    Yields:
+        Nothing.
+    """
+    chosen = [
+        part for part in module.modules() if part.training and (is_all or isinstance(part, _DropoutNd | _BatchNorm))
+    ]
+    for part in chosen:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in chosen:
+            part.training = True
