@@ -17,6 +17,7 @@ from torch import distributed
 from lightning_gpufeed.device.headroom import describe_memory, free_bytes, is_low, release
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.errors import OOMRecoveryError
+from lightning_gpufeed.recover.batch_reading import described
 from lightning_gpufeed.recover.classify import Diagnosis, Kind, classify
 from lightning_gpufeed.recover.plan import RetryPlan
 from lightning_gpufeed.recover.report import OOMEvent, bytes_text
@@ -142,7 +143,7 @@ class Recovery:
         guard = BatchGuard(batch)
         work.save()
         split = self._split(batch, None)
-        failures: list[tuple[Failure | None, int, int]] = []
+        failures: _Failures = []
         ballot = _Ballot()
         while True:
             outcome, failure = self._attempt(work, split, bool(failures))
@@ -257,9 +258,7 @@ class Recovery:
         if self._vote is not None and not is_of_group and not isinstance(error, StopIteration):
             self._vote.maximum(0, 1, 0, 0, -1, -1, -1, -1)
 
-    def _next(
-        self, batch: Any, guard: BatchGuard, failures: list[tuple[Failure | None, int, int]], ballot: _Ballot
-    ) -> Split:
+    def _next(self, batch: Any, guard: BatchGuard, failures: _Failures, ballot: _Ballot) -> Split:
         """The next attempt; raises if there is none."""
         failure = failures[-1][0]
         obstacle = self._obstacle(guard, failure, len(failures))
@@ -278,12 +277,12 @@ class Recovery:
             ballot.obstacle = ballot.obstacle or ("another rank cannot split its batch" if is_whole else "")
         number = self.plan.after_failure(max(1, ballot.num_samples), ballot.num_microbatches, len(failures))
         if obstacle or number is None or (number > 1 and ballot.obstacle):
-            self._give_up(failures, obstacle or ballot.obstacle or "there is no smaller size to try")
+            self._give_up(batch, failures, obstacle or ballot.obstacle or "there is no smaller size to try")
         try:
             return self._split(batch, number)
         except ValueError as error:
             self._tell_others(error)
-            self._give_up(failures, str(error))
+            self._give_up(batch, failures, str(error))
 
     def _obstacle(self, guard: BatchGuard, failure: Failure | None, num_failures: int) -> str:
         """Why the batch may not be done again on this rank; empty if it may."""
@@ -296,7 +295,7 @@ class Recovery:
         is_known = failure is None or classify(failure.error, self.device.type).kind is not Kind.PROBABLE
         return "" if is_known or num_failures < 2 else "it came again after memory was released"
 
-    def _give_up(self, failures: list[tuple[Failure | None, int, int]], reason: str) -> NoReturn:
+    def _give_up(self, batch: Any, failures: _Failures, reason: str) -> NoReturn:
         """Raise the first error again, with all that was tried."""
         first = next((failure for failure, _, _ in failures if failure is not None), None)
         did = self._on_give_up()
@@ -310,7 +309,7 @@ class Recovery:
             lines.append(
                 f"  {what}: out of memory in {failure.phase}, asked for {bytes_text(failure.requested_bytes)}{free}"
             )
-        lines.append(f"Memory: {describe_memory(self.device)}")
+        lines += [f"Batch: {described(batch)}", f"Memory: {describe_memory(self.device)}"]
         if did:
             lines.append(did)
         if first is None:
@@ -319,9 +318,7 @@ class Recovery:
         first.error.add_note("\n".join(lines))
         raise first.error
 
-    def _event(
-        self, step: int, ballot: _Ballot, failures: list[tuple[Failure | None, int, int]], split: Split
-    ) -> OOMEvent:
+    def _event(self, step: int, ballot: _Ballot, failures: _Failures, split: Split) -> OOMEvent:
         number = ballot.num_microbatches
         tries = "" if len(failures) == 1 else f" (retry {len(failures)})"
         cure = (
@@ -341,6 +338,10 @@ class Recovery:
             max(split.sizes),
             cure,
         )
+
+
+_Failures = list[tuple[Failure | None, int, int]]
+"""Of each failed attempt: what failed on this rank, if anything; microbatches; samples in the largest."""
 
 
 @dataclass
