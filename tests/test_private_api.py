@@ -10,6 +10,7 @@ import gc
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_gpufeed.echo.loader import REPEATED
 from tests.datamodules.models import make_trainer
@@ -866,6 +869,332 @@ def test_the_bars_have_these_names_for_what_they_show(capsys):
 
 
 # torch -------------------------------------------------------------------------------------------------------
+
+
+# How a Trainer does a step: OOMRecovery does it again -------------------------------------------------------------
+
+
+class Logging(Model):
+    """Logs a value and a metric object in each step."""
+
+    def __init__(self, events: list[str]) -> None:
+        """Note into a common list."""
+        super().__init__(events)
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Log before and after."""
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss)
+        self.log("value", loss, on_step=True, on_epoch=True, reduce_fx="max", batch_size=2)
+        self.log("metric", self.metric)
+        return loss
+
+
+def test_a_closure_is_made_by_a_method_found_on_the_loop_and_has_three_parts():
+    """OOMRecovery puts its own closure in the place of Lightning's, with the same parts. If this fails, look at
+    `_AutomaticOptimization.run` and `Closure`: running out of memory would end the training again.
+    """
+    events: list[str] = []
+
+    class Own(Closure):
+        def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+            result = self._step_fn()
+            events.append(f"zero_grad {self._zero_grad_fn is not None}")
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+            assert self._backward_fn is not None
+            self._backward_fn(result.closure_loss)
+            return result
+
+    def begin(trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        own = loop._make_closure
+
+        def make(kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+            events.append(f"{batch_idx} {list(kwargs)} {trainer.fit_loop._should_accumulate()}")
+            closure = own(kwargs, optimizer, batch_idx)
+            return Own(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
+
+        loop.__dict__["_make_closure"] = make
+
+    trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[Looking(on_train_start=begin)])
+    trainer.fit(Model(events), *lists(1, 2))
+    names = "['batch', 'batch_idx']"
+    assert events == [f"0 {names} True", "step 0", "zero_grad True", f"1 {names} False", "step 1", "zero_grad False"]
+
+
+def test_the_loop_runs_a_training_step_on_any_arguments_and_wraps_what_it_gives():
+    """OOMRecovery runs `_training_step` with a microbatch and puts results together. If this fails, look at
+    `ClosureResult`: what `on_train_batch_end` gets would be another thing.
+    """
+    seen: list[Any] = []
+
+    class Dict(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": super().training_step(batch, batch_idx), "more": len(batch)}
+
+    def look(trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        result = loop._training_step(OrderedDict(batch=torch.ones(3, 4), batch_idx=0))
+        seen.append(
+            (result.closure_loss.requires_grad, result.loss.requires_grad, result.extra, result.asdict()["more"])
+        )
+        made = type(result)(None, extra={"a": 1})
+        made.loss = torch.tensor(2.0)
+        seen.append(made.asdict())
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_batch_start=look)]).fit(Dict([]), *lists(1, 1))
+    assert seen == [(True, False, {"more": 3}, 3), {"loss": torch.tensor(2.0), "a": 1}]
+
+
+def test_logged_values_are_entries_of_a_dict_that_are_replaced_and_not_changed_in_place():
+    """HookedLogs keeps references to what was logged, and puts them back after a failed attempt. If this fails, look at
+    `_ResultMetric.update`: a batch that was done twice would count twice.
+    """
+    seen: list[tuple[Any, Any]] = []
+    keys: list[list[str]] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        results = trainer._results
+        keys.append(sorted(results))
+        assert trainer._logger_connector._current_fx == "training_step"
+        entry = results["training_step.value"]
+        assert entry.is_tensor
+        assert not results["training_step.metric"].is_tensor
+        assert results["training_step.metric"].value is trainer.lightning_module.metric
+        seen.append((entry.value, float(entry.value)))
+        assert "log" not in results.__dict__
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_batch_end=look)]).fit(Logging([]), *lists(1, 3))
+    assert keys == [["training_step.metric", "training_step.value"]] * 3
+    assert [float(value) for value, _ in seen] == [was for _, was in seen]
+    assert seen[0][0] is not seen[1][0]
+
+
+def test_a_module_logs_by_a_method_found_on_the_results_with_these_arguments():
+    """HookedLogs keeps calls of `log` instead of making them, and makes one for the batch. If this fails, look at
+    `LightningModule.log`: values of microbatches would be logged as if each were a batch.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def begin(trainer: pl.Trainer) -> None:
+        trainer._results.__dict__["log"] = lambda *args, **kwargs: calls.append((args, kwargs))
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_batch_start=begin)]).fit(Logging([]), *lists(1, 1))
+    assert [args[:2] for args, _ in calls] == [("training_step", "value"), ("training_step", "metric")]
+    assert all(len(args) == 3 for args, _ in calls)
+    assert [kwargs["batch_size"] for _, kwargs in calls] == [2, None]
+    assert [kwargs["reduce_fx"] for _, kwargs in calls] == ["max", "mean"]
+
+
+def test_an_error_leaves_the_name_of_the_hook_that_raised_it():
+    """HookedLogs puts `_current_fx_name` back after a failed attempt. If this fails it need not any more."""
+    seen: list[Any] = []
+
+    class Failing(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("out of order")
+
+    def look(trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        seen.append(trainer.lightning_module._current_fx_name)
+        with pytest.raises(RuntimeError, match="out of order"):
+            loop._training_step(OrderedDict(batch=torch.ones(2, 4), batch_idx=0))
+        seen.append(trainer.lightning_module._current_fx_name)
+
+    trainer = make_trainer(max_epochs=1, callbacks=[Looking(on_train_batch_start=look)])
+    with pytest.raises(RuntimeError, match="out of order"):
+        trainer.fit(Failing([]), *lists(1, 1))
+    assert seen == ["on_train_batch_start", "training_step"] or seen == [None, "training_step"]
+
+
+def test_evaluation_steps_and_optimizer_steps_are_looked_up_on_the_strategy_itself():
+    """OOMRecovery stands before them. If this fails, look at `_call_strategy_hook` and `LightningOptimizer.step`."""
+    events: list[str] = []
+
+    class Evaluated(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch
+
+        test_step = validation_step
+
+    def begin(trainer: pl.Trainer, *_: Any) -> None:
+        for name in ("validation_step", "test_step", "predict_step", "optimizer_step"):
+            own = getattr(trainer.strategy, name)
+
+            def call(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+                events.append(f"{name} {len(args)}")
+                return own(*args, **kwargs)
+
+            trainer.strategy.__dict__[name] = call
+
+    model = Evaluated([])
+    trainer = make_trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[Looking(setup=begin)])
+    [loader] = lists(1, 1)
+    trainer.fit(model, loader, loader)
+    trainer.test(model, loader, verbose=False)
+    trainer.predict(model, loader)
+    assert list(dict.fromkeys(event.split()[0] for event in events)) == [
+        "optimizer_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+    ]
+    assert {event for event in events if "optimizer" not in event} == {
+        "validation_step 2",
+        "test_step 2",
+        "predict_step 2",
+    }
+
+
+def test_hooks_about_backward_are_looked_up_on_their_owners_each_time():
+    """OnceHooks puts a function that does nothing in their place. If this fails, look at `Precision.pre_backward` and
+    `post_backward`: a hook that changes gradients would change them once per microbatch.
+    """
+    events: list[str] = []
+
+    class Hooked(Model):
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            events.append("own before")
+
+        def on_after_backward(self) -> None:
+            events.append("own after")
+
+    class Watching(pl.Callback):
+        def on_before_backward(self, *args: Any) -> None:
+            events.append("before")
+
+        def on_after_backward(self, *args: Any) -> None:
+            events.append("after")
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                for owner in (self, module):
+                    owner.__dict__["on_before_backward"] = lambda *_: None
+                    owner.__dict__["on_after_backward"] = lambda *_: None
+
+    make_trainer(max_epochs=1, callbacks=[Watching()]).fit(Hooked([]), *lists(1, 2))
+    assert events == ["before", "own before", "after", "own after"]
+
+
+def test_the_training_loader_is_made_again_when_it_is_missing_at_the_begin_of_an_epoch():
+    """LoaderShrinker has it made again so, with another batch size. If this fails, look at `_FitLoop.setup_data`."""
+    events: list[str] = []
+    sources: list[bool] = []
+
+    def drop(trainer: pl.Trainer) -> None:
+        sources.append(trainer.fit_loop._data_source.is_module())
+        own = trainer.fit_loop.setup_data
+
+        def setup_data() -> None:
+            events.append("setup_data")
+            trainer.fit_loop._combined_loader = None
+            own()
+
+        trainer.fit_loop.__dict__["setup_data"] = setup_data
+
+    trainer = make_trainer(max_epochs=2, callbacks=[Looking(on_train_start=drop)])
+    trainer.fit(Model([]), datamodule=Data(events))
+    made = [event for event in events if "train_dataloader" in event or event == "setup_data"]
+    asked = "train_dataloader at epoch"
+    assert made == [f"{asked} 0", "setup_data", f"{asked} 0", "setup_data", f"{asked} 1"]
+    trainer = make_trainer(max_epochs=1, callbacks=[Looking(on_train_start=drop)])
+    trainer.fit(Model([]), *lists(1, 1))
+    assert sources == [True, False]
+
+
+def test_what_a_checkpoint_holds_can_be_had_without_writing_it(tmp_path):
+    """EmergencyCheckpoint writes it by itself. If this fails, look at `Trainer.save_checkpoint`."""
+    held: list[dict[str, Any]] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        held.append(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        trainer.save_checkpoint(tmp_path / "whole.ckpt")
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_batch_end=look)]).fit(Model([]), *lists(1, 1))
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    assert saved.keys() == held[0].keys()
+    assert saved["loops"] == held[0]["loops"]
+
+
+def test_a_scaler_forgets_an_unscaled_optimizer_when_its_entry_is_dropped():
+    """reset_scaler does so after a step that broke off. If this fails, look at `GradScaler._per_optimizer_states`."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler._per_optimizer_states.pop(id(optimizer))
+    scaler.unscale_(optimizer)
+
+
+def test_batch_normalisation_changes_its_statistics_without_being_counted():
+    """BufferStates restores them whatever torch's count of changes says. If this fails it need not any more."""
+    norm = torch.nn.BatchNorm1d(3)
+    version, before = norm.running_mean._version, norm.running_mean.clone()
+    norm(torch.randn(5, 3) + 7)
+    assert not torch.equal(norm.running_mean, before)
+    assert norm.running_mean._version == version
+
+
+def test_many_tensors_are_copied_into_others_by_one_call():
+    """BufferStates and RankGuard use `_foreach_copy_`. If this fails, copy them one by one."""
+    sources = [torch.ones(2), torch.full((3, 1), 2.0), torch.tensor(3)]
+    targets = [torch.zeros(2), torch.zeros(3, 1), torch.tensor(0)]
+    torch._foreach_copy_(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def test_metrics_and_collections_of_them_keep_their_states_under_these_names():
+    """MetricStates saves them. If this fails, look for the new names: metrics would count a failed attempt."""
+    metric = MeanMetric()
+    assert set(metric._defaults) == {"mean_value", "weight"}
+    metric(torch.tensor([1.0, 2.0]))
+    assert float(metric._forward_cache) == 1.5
+    assert metric._update_count == 1
+    collection = MetricCollection([MeanMetric()])
+    assert {"_groups", "_groups_checked", "_state_is_copy"} <= set(collection.__dict__)
+
+
+def test_the_update_of_an_optimizer_without_its_hooks_is_what_its_step_wraps():
+    """GuardedStep calls it for one parameter at a time. If this fails, look at `Optimizer.profile_hook_step`."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    events: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: events.append("post"))
+    weight.grad = torch.ones(2)
+    type(optimizer).step.__wrapped__(optimizer)
+    assert events == []
+    assert weight.tolist() == [0.5, 0.5]
+    optimizer.step()
+    assert events == ["pre", "post"]
+
+
+def test_ddp_has_these_names_for_what_it_sends_before_a_step(tmp_path):
+    """RankGuard does it in its place. If this fails, look at `DistributedDataParallel._pre_forward`."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapper = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        assert wrapper.require_forward_param_sync
+        assert wrapper.will_sync_module_buffers()
+        wrapper._sync_buffers()
+        with wrapper.no_sync():
+            wrapper(torch.randn(3, 2)).sum().backward()
+        assert not wrapper.require_forward_param_sync
+        assert not wrapper.will_sync_module_buffers()
+        assert wrapper.parameters_to_ignore == set()
+        group = wrapper.process_group
+        before = group._get_sequence_number_for_group()
+        torch.distributed.all_reduce(torch.ones(1), group=group)
+        assert group._get_sequence_number_for_group() == before + 1
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_an_array_lives_as_long_as_any_tensor_over_its_memory():
