@@ -57,8 +57,7 @@ class OOMRecovery(Callback):
     on_train_epoch_start                looks through the module again
     on_train_epoch_end                  with "shrink_loader", makes the batch size smaller
     state_dict, load_state_dict         sizes that were found
-    on_exception, teardown              takes everything back
-    on_train_end                        one line on what happened
+    on_exception, teardown              takes everything back; `on_train_end`: one line on what happened
     ==================================  =========================================================================
 
     An attempt that failed leaves nothing behind: logged values, torchmetrics, buffers, gradients of earlier batches of
@@ -82,7 +81,7 @@ class OOMRecovery(Callback):
         >>> callbacks = [OOMRecovery(weight_fn=lambda batch: (batch["labels"] != -100).sum())]     # a mean over tokens
         >>> callbacks = [OOMRecovery(mode="shrink_loader", scale_lr="linear")]
 
-    Source: the order in which memory is let go of follows from how Python keeps frames (reference, `traceback`).
+    Source: ours. The order in which memory is let go of follows from how Python keeps frames.
     """
 
     def __init__(

@@ -243,7 +243,7 @@ def rebuilt(node: Any, new_parts: list[Any]) -> Any:
         ValueError: A mapping cannot be made of a dict.
     """
     if isinstance(node, Mapping):
-        return with_entries(node, dict(zip(node, new_parts, strict=True)))
+        return with_entries(node, dict(zip(node.keys(), new_parts, strict=True)))
     if is_record(node):
         changed = copy.copy(node)
         for field, part in zip(dataclasses.fields(node), new_parts, strict=True):

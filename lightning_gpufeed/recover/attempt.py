@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -124,6 +125,7 @@ class Recovery:
         self._split_check, self._is_half = split_check, is_half
         self._on_event, self._on_note, self._on_give_up = on_event, on_note, on_give_up
         self._has_checked = split_check == "skip"
+        self._has_learned = False
         self.num_retries = 0
 
     def run(self, work: StepWork, batch: Any, step: int) -> Any:
@@ -168,10 +170,18 @@ class Recovery:
     def _split(self, batch: Any, num_microbatches: int | None) -> Split:
         """The batch in so many microbatches; None: as the plan says."""
         if num_microbatches is None:
+            self._learn(batch)
             if self.plan.num_microbatches == 1:
                 return Split([batch], [0], [1.0])
             num_microbatches = self.plan.num_for(self.splitter.count(batch))
         return Split([batch], [0], [1.0]) if num_microbatches == 1 else self.splitter.split(batch, num_microbatches)
+
+    def _learn(self, batch: Any) -> None:
+        """Understand the first batch, which is a full one; a last one of an epoch can be taken for something else."""
+        if not self._has_learned:
+            self._has_learned = True
+            with suppress(ValueError):  # said when a batch has to be split
+                self.splitter.count(batch)
 
     def _attempt(self, work: StepWork, split: Split, is_retry: bool) -> tuple[Any, Failure | None]:
         """Try once. What is returned of a failure keeps none of its tensors alive."""

@@ -25,7 +25,17 @@ import torch
 
 from lightning_gpufeed.device.samples import has_tensors, is_container, is_sequence, parts, walk
 
-__all__ = ["BatchReader", "Reading", "are_alike", "described", "has_length", "is_number", "sequence_role", "type_name"]
+__all__ = [
+    "BatchReader",
+    "Reading",
+    "are_alike",
+    "described",
+    "has_length",
+    "is_number",
+    "is_opaque",
+    "sequence_role",
+    "type_name",
+]
 
 SequenceRole = Literal["samples", "fields", "unclear"]
 
@@ -261,19 +271,21 @@ def _outline(nodes: list[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
 # What is refused --------------------------------------------------------------------------------------------
 
 
+def is_opaque(node: Any) -> bool:
+    """Whether it holds samples in a way that cannot be seen, or cannot be rebuilt from its parts."""
+    if isinstance(node, torch.Tensor):
+        return node.is_nested or node.layout is not torch.strided
+    if is_container(node):
+        # A mapping or record that knows the shape of its batch is more than its entries.
+        has_shape = isinstance(getattr(node, "batch_size", None), torch.Size)
+        return has_shape or isinstance(node, torch.nn.utils.rnn.PackedSequence)
+    held = () if isinstance(node, type | np.ndarray) else getattr(node, "__dict__", {}).values()
+    return hasattr(node, "to") or any(has_length(part) for part in held)
+
+
 def _refuse_opaque(nodes: Iterable[tuple[str, Any]]) -> None:
-    """What can be moved to a device but not looked into, or whose rows are not samples."""
     for path, node in nodes:
-        if isinstance(node, torch.Tensor):
-            is_opaque = node.is_nested or node.layout is not torch.strided
-        elif is_container(node):
-            # A mapping or record that knows the shape of its batch cannot be rebuilt from its entries alone.
-            is_opaque = isinstance(node, torch.nn.utils.rnn.PackedSequence)
-            is_opaque |= isinstance(getattr(node, "batch_size", None), torch.Size)
-        else:
-            held = () if isinstance(node, type | np.ndarray) else getattr(node, "__dict__", {}).values()
-            is_opaque = hasattr(node, "to") or any(has_length(part) for part in held)
-        if is_opaque:
+        if is_opaque(node):
             kind = "nested or sparse tensor" if isinstance(node, torch.Tensor) else type_name(node)
             raise ValueError(
                 f"the samples of {path}, a {kind}, cannot be told apart; give a split_fn that returns the microbatches."

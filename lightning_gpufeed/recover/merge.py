@@ -21,7 +21,7 @@ Two readings of a list or tuple are possible where each microbatch has as many s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,8 @@ from lightning_gpufeed.device.samples import (
     parts,
     rebuilt,
     walk,
-    with_entries,
 )
-from lightning_gpufeed.recover.batch_reading import are_alike, has_length, is_number
+from lightning_gpufeed.recover.batch_reading import are_alike, has_length, is_number, is_opaque
 
 __all__ = ["merge_values"]
 
@@ -96,7 +95,7 @@ def _merged(values: list[Any], pieces: _Pieces, path: str) -> Any:
         raise ValueError(f"{path} is {_shown(values)}; expected the same type from each microbatch.")
     if is_sequence(first):
         return _merged_sequences(values, pieces, path)
-    if is_container(first) and not isinstance(first, torch.nn.utils.rnn.PackedSequence):
+    if is_container(first) and not is_opaque(first):
         return _merged_parts(values, pieces, path)
     if not all(_is_equal(first, value) for value in values):
         raise ValueError(f"{path} is {_shown(values)}; only what is equal in each microbatch can be put together.")
@@ -171,12 +170,7 @@ def _merged_parts(values: list[Any], pieces: _Pieces, path: str) -> Any:
         if set(other) != set(held[0]):
             odd = sorted(set(other) ^ set(held[0]))
             raise ValueError(f"{path}{odd[0]} is not there in each microbatch.")
-    merged = [_merged([of[where] for of in held], pieces, path + where) for where in held[0]]
-    return (
-        with_entries(first, dict(zip(first, merged, strict=True)))
-        if isinstance(first, Mapping)
-        else rebuilt(first, merged)
-    )
+    return rebuilt(first, [_merged([of[where] for of in held], pieces, path + where) for where in held[0]])
 
 
 def _merged_sequences(values: list[Any], pieces: _Pieces, path: str) -> Any:

@@ -29,7 +29,7 @@ from lightning_gpufeed.device.samples import (
     rebuilt,
     with_entries,
 )
-from lightning_gpufeed.recover.batch_reading import BatchReader, Reading, type_name
+from lightning_gpufeed.recover.batch_reading import BatchReader, Reading, is_opaque, type_name
 
 __all__ = ["BatchGuard", "BatchSplitter", "Split", "microbatch_sizes"]
 
@@ -281,7 +281,7 @@ class BatchGuard:
         return self.changed_tensors() + self.changed_containers()
 
     def changed_tensors(self) -> list[str]:
-        """Key paths of tensors changed in place; their old values are gone."""
+        """Key paths of what cannot be undone: tensors changed in place, edited objects that cannot be rebuilt."""
         return _changed_tensors(self._note, "batch")
 
     def changed_containers(self) -> list[str]:
@@ -301,11 +301,12 @@ class BatchGuard:
 class _Note:
     """A part of a batch as it was."""
 
-    __slots__ = ("keys", "node", "parts", "version")
+    __slots__ = ("is_fixed", "keys", "node", "parts", "version")
 
     def __init__(self, node: Any) -> None:
         self.node = node
         self.version: int | None = None
+        self.is_fixed = False  # it cannot be rebuilt, so an edit of it cannot be undone
         self.keys: list[Any] = []
         self.parts: list[tuple[str, _Note]] = []
 
@@ -317,19 +318,22 @@ def _noted(node: Any) -> _Note:
             note.version = node._version
     elif is_container(node):
         note.parts = [(where, _noted(part)) for where, part in parts(node)]
+        note.is_fixed = is_opaque(node)
         if isinstance(node, Mapping):
-            note.keys = list(node)
+            note.keys = list(node.keys())
     return note
 
 
 def _changed_tensors(note: _Note, path: str) -> list[str]:
     if note.version is not None and note.node._version != note.version:
         return [path]
+    if note.is_fixed and _changed_containers(note, path, is_inside=True):
+        return [path]
     return [changed for where, part in note.parts for changed in _changed_tensors(part, path + where)]
 
 
-def _changed_containers(note: _Note, path: str) -> list[str]:
-    if not is_container(note.node):
+def _changed_containers(note: _Note, path: str, *, is_inside: bool = False) -> list[str]:
+    if not is_container(note.node) or (note.is_fixed and not is_inside):
         return []
     now = dict(parts(note.node))
     changed = []
@@ -344,7 +348,7 @@ def _changed_containers(note: _Note, path: str) -> list[str]:
 
 def _restored(note: _Note) -> Any:
     node = note.node
-    if not is_container(node):
+    if not is_container(node) or note.is_fixed:
         return node
     old = [_restored(part) for _, part in note.parts]
     if isinstance(node, tuple) and all(part is now for part, now in zip(old, node, strict=True)):
