@@ -243,14 +243,13 @@ class HookedLogs:
             pl_module: Its module.
         """
         self._trainer, self._module = trainer, pl_module
-        self._results: Any = None
+        # Prediction has no results; nothing can be logged there.
+        self._results: Any = _NoResults() if trainer._results is None else trainer._results
 
     def save(self) -> None:
         """Note what has been logged so far; values are replaced when they change, so references are enough."""
-        results: Any = self._trainer._results
-        self._results = results
-        self._entries = {key: (metric, dict(metric.__dict__)) for key, metric in results.items()}
-        self._attributes = dict(results.__dict__)
+        self._entries = {key: (metric, dict(metric.__dict__)) for key, metric in self._results.items()}
+        self._attributes = dict(self._results.__dict__)
         self._current_fx = self._trainer._logger_connector._current_fx
         self._fx_name = self._module._current_fx_name
         self._forward = self._module.__dict__.get("forward")
@@ -276,7 +275,6 @@ class HookedLogs:
     def begin(self) -> list[LogCall]:
         """Keep calls from now on in the list returned, instead of making them."""
         calls: list[LogCall] = []
-        results: Any = self._trainer._results
 
         def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             reduce_fx = kwargs.get("reduce_fx", torch.mean)
@@ -289,7 +287,7 @@ class HookedLogs:
                 )
             )
 
-        results.__dict__["log"] = log
+        self._results.__dict__["log"] = log
         return calls
 
     def end(self) -> None:
@@ -303,8 +301,11 @@ class HookedLogs:
 
     def metrics(self) -> list[Any]:
         """Metric objects that were logged, which need not be in the module."""
-        results: Any = self._trainer._results
-        return [entry.value for entry in results.values() if not entry.is_tensor]
+        return [entry.value for entry in self._results.values() if not entry.is_tensor]
+
+
+class _NoResults(dict[str, Any]):
+    """What is logged where nothing can be."""
 
 
 def reset_scaler(trainer: Trainer, optimizer: Any) -> None:

@@ -29,6 +29,8 @@ from lightning_gpufeed.recover.work import StepWork
 __all__ = ["Failure", "Recovery", "forget"]
 
 MUCH = 2**62
+MAX_CHECKS = 5
+"""Batches that are looked at before their first split, if logged values leave something open."""
 
 
 @dataclass(eq=False)
@@ -125,7 +127,7 @@ class Recovery:
         self._split_check, self._is_half = split_check, is_half
         self._on_event, self._on_note, self._on_give_up = on_event, on_note, on_give_up
         self._has_checked = split_check == "skip"
-        self._has_learned = False
+        self._has_learned, self._num_checks = False, 0
         self.num_retries = 0
 
     def run(self, work: StepWork, batch: Any, step: int) -> Any:
@@ -213,7 +215,8 @@ class Recovery:
     def _check(self, work: StepWork, split: Split) -> None:
         """Once: may batches be split at all?"""
         finding = check_split(work, split, self.splitter, self.device, is_half=self._is_half)
-        self._has_checked = True
+        self._num_checks += 1
+        self._has_checked = not finding.open or self._num_checks == MAX_CHECKS
         if finding.unknown is not None:
             self._on_note(f"whether the loss of a batch follows from its parts could not be checked: {finding.unknown}")
         for key in finding.unmerged:

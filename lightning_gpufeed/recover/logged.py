@@ -99,7 +99,7 @@ def find_rule(
 
 def find_rules(
     whole: Sequence[LogCall], parts: Sequence[Sequence[LogCall]], weights: Sequence[float], tolerance: float
-) -> tuple[dict[str, Rule], list[str]]:
+) -> tuple[dict[str, Rule], list[str], list[str]]:
     """How each logged value of parts gives that of the whole.
 
     Args:
@@ -109,10 +109,12 @@ def find_rules(
         tolerance: Relative.
 
     Returns:
-        Key -> rule, also for batch sizes that were said (see `size_key`); keys for which there is none.
+        Key -> rule, also for batch sizes that were said (see `size_key`); keys for which there is none; keys whose
+        values were zero, so that any rule fits and none is noted.
     """
     rules: dict[str, Rule] = {}
     unknown: list[str] = []
+    still_open: list[str] = []
     for call in whole:
         same = [[other for other in calls if other.key == call.key] for calls in parts]
         if call.key in rules or any(len(calls) != 1 for calls in same):
@@ -122,11 +124,14 @@ def find_rules(
             rules[size_key(call.key)] = "sum" if sum(size or 0 for size in sizes) == call.batch_size else "max"
         if isinstance(call.value, torch.Tensor):
             values = [calls[0].value for calls in same]
+            if not any(bool(value.any()) for value in (call.value, *values)):
+                still_open.append(call.key)
+                continue
             rule = find_rule(call.value, values, weights, usual_rule(call.reduce_name), tolerance)
             rules[call.key] = rule or "mean"
             if rule is None:
                 unknown.append(call.key)
-    return rules, unknown
+    return rules, unknown, still_open
 
 
 def size_key(key: str) -> str:

@@ -198,15 +198,25 @@ def _merged(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments of the same call in each microbatch as for the whole batch; None if that cannot be."""
     try:
-        args = [merge_values(list(same), sizes, weights) for same in zip(*[one for one, _ in arguments], strict=True)]
+        args = [_merged_argument(same, sizes, weights) for same in zip(*[one for one, _ in arguments], strict=True)]
         names = {frozenset(named) for _, named in arguments}
         if len(names) > 1:
             return None
         return tuple(args), {
-            name: merge_values([named[name] for _, named in arguments], sizes, weights) for name in arguments[0][1]
+            name: _merged_argument([named[name] for _, named in arguments], sizes, weights) for name in arguments[0][1]
         }
     except ValueError:
         return None
+
+
+def _merged_argument(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    """One argument. A number that is how many samples the microbatch has (a weight) adds up."""
+    is_number = all(
+        isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0) for value in values
+    )
+    if is_number and not isinstance(values[0], bool) and [float(value) for value in values] == list(sizes):
+        return sum(values)
+    return merge_values(list(values), sizes, weights)
 
 
 def _with_inner(metrics: Iterable[nn.Module]) -> list[nn.Module]:

@@ -27,6 +27,9 @@ TOLERANCE = 1e-3
 HALF_TOLERANCE = 3e-2
 """The same with half precision, whose terms have 8 to 11 bits."""
 
+MAX_PARTS = 4
+"""Parts of a batch that are looked at before something is left open."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -36,11 +39,13 @@ class Finding:
         mismatch: Why the batch may not be split; None: nothing against it.
         unknown: Why nothing could be said; None: it was compared.
         unmerged: Logged values of the whole that do not follow from those of the parts.
+        open: Logged values that were zero, so that any way fits.
     """
 
     mismatch: str | None = None
     unknown: str | None = None
     unmerged: tuple[str, ...] = ()
+    open: tuple[str, ...] = ()
 
 
 def check_split(
@@ -53,7 +58,7 @@ def check_split(
 
     Args:
         work: Of a batch, saved or undone.
-        split: The batch in microbatches; the first is compared.
+        split: The batch in microbatches; the first is compared, others if it left something open.
         splitter: That made them.
         device: Of the training.
         is_half: Whether it computes in half precision.
@@ -61,7 +66,17 @@ def check_split(
     Returns:
         What was found. Rules for logged values are put into `work.rules`.
     """
-    part = split.microbatches[0]
+    finding = Finding()
+    for part in split.microbatches[:MAX_PARTS]:
+        finding = _check_part(work, part, splitter, device, HALF_TOLERANCE if is_half else TOLERANCE)
+        if finding.mismatch or finding.unknown or not finding.open:
+            break
+    return finding
+
+
+def _check_part(
+    work: StepWork, part: object, splitter: BatchSplitter, device: torch.device, tolerance: float
+) -> Finding:
     try:
         halves = splitter.split(part, 2)
     except ValueError as error:
@@ -72,7 +87,7 @@ def check_split(
     if gradients is not None:
         gradients.before_change()
     try:
-        return _compared(work, part, halves, device, HALF_TOLERANCE if is_half else TOLERANCE)
+        return _compared(work, part, halves, device, tolerance)
     finally:
         if gradients is not None:
             gradients.put_back()
@@ -93,10 +108,10 @@ def _compared(work: StepWork, part: object, halves: Split, device: torch.device,
             except (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
                 # Not every step can be run as in evaluation, or on so few samples.
                 return Finding(unknown=f"the step does not run on a part by itself ({type(error).__name__}: {error})")
-        rules, unmerged = find_rules(whole_logged[0], parts_logged, halves.weights, tolerance)
+        rules, unmerged, is_open = find_rules(whole_logged[0], parts_logged, halves.weights, tolerance)
         work.rules.update(rules)
         mismatch = _mismatch(whole, parts, whole_gradients, parts_gradients, tolerance)
-        return Finding(mismatch=mismatch, unmerged=tuple(unmerged))
+        return Finding(mismatch=mismatch, unmerged=tuple(unmerged), open=tuple(is_open))
     return Finding(unknown="the step draws random numbers, so no two passes over a part are the same")
 
 
