@@ -54,7 +54,6 @@ class OOMRecovery(Callback):
     ==================================  =========================================================================
     setup                               stands before the steps of the Trainer; refuses what cannot be undone
     on_train_start                      guards the optimizer; several ranks: reduces gradients in DDP's place
-    on_train_epoch_start                looks through the module again
     on_train_epoch_end                  with "shrink_loader", makes the batch size smaller
     state_dict, load_state_dict         sizes that were found
     on_exception, teardown              takes everything back; `on_train_end`: one line on what happened
@@ -252,11 +251,13 @@ class OOMRecovery(Callback):
         return self._recoveries[stage]
 
     def _make_work(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, logs: HookedLogs, **options: Any
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, batch_idx: int, **options: Any
     ) -> StepWork:
         if stage not in self._states:
             self._states[stage] = ModuleStates(pl_module, trainer.strategy.root_device)
-        states = self._states[stage]
+        states, logs = self._states[stage], HookedLogs(trainer, pl_module)
+        if batch_idx < 2:  # parts of the module come and go between epochs, and in a first step
+            states.refresh()
         states.include_metrics(logs.metrics())
         return StepWork(states, logs, ranks=self._ranks, rules=self._rules.setdefault(stage, {}), **options)
 
@@ -267,31 +268,24 @@ class OOMRecovery(Callback):
     ) -> Closure:
         if not self._is_active(trainer) or own._backward_fn is None:
             return own
-        self._closure = RecoveringClosure(own, partial(self._train, trainer, pl_module, kwargs))
+        self._closure = RecoveringClosure(own, kwargs, batch_idx, partial(self._train, trainer, pl_module))
         return self._closure
 
-    def _train(
-        self, trainer: Trainer, pl_module: LightningModule, kwargs: OrderedDict[str, Any], closure: RecoveringClosure
-    ) -> ClosureResult:
+    def _train(self, trainer: Trainer, pl_module: LightningModule, closure: RecoveringClosure) -> ClosureResult:
         if self._work is None or not self._is_again:
-            self._work = self._training_work(trainer, pl_module, kwargs, closure)
+            self._work = self._training_work(trainer, pl_module, closure)
         self._is_again = False
-        whole = next(iter(kwargs.values()))
-        return cast(ClosureResult, self._recovery(trainer, "fit").run(self._work, whole, trainer.global_step))
+        return cast(ClosureResult, self._recovery(trainer, "fit").run(self._work, closure.batch, trainer.global_step))
 
-    def _training_work(
-        self, trainer: Trainer, pl_module: LightningModule, kwargs: OrderedDict[str, Any], closure: RecoveringClosure
-    ) -> StepWork:
+    def _training_work(self, trainer: Trainer, pl_module: LightningModule, closure: RecoveringClosure) -> StepWork:
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        whole = next(iter(kwargs.values()))
-        logs = HookedLogs(trainer, pl_module)
         hooks = OnceHooks(trainer, pl_module)
 
         def forward(microbatch: Any) -> tuple[torch.Tensor | None, ClosureResult]:
-            if microbatch is whole:
+            if microbatch is closure.batch:
                 result = closure._step_fn()
                 return result.closure_loss, result
-            result = loop._training_step(with_batch(kwargs, microbatch))
+            result = loop._training_step(with_batch(closure.kwargs, microbatch))
             loss, result.closure_loss = result.closure_loss, None
             return loss, result
 
@@ -303,7 +297,7 @@ class OOMRecovery(Callback):
             trainer,
             pl_module,
             "fit",
-            logs,
+            closure.batch_idx,
             forward=forward,
             put_together=lambda results, split: merge_results(results, split, self.loss_reduction, self._on_note),
             backward=backward,
@@ -342,11 +336,6 @@ class OOMRecovery(Callback):
     def _summarise(self) -> None:
         if self.events:
             rank_zero_info(summary_line(self.events, self.num_microbatches))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The parts of the module may have changed."""
-        for states in self._states.values():
-            states.refresh()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """With `shrink_loader`: the next epoch has smaller batches, if these did not fit."""

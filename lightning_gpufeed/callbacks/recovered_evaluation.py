@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_gpufeed.callbacks.trainer_step import HookedLogs
 from lightning_gpufeed.errors import OOMRecoveryError
 from lightning_gpufeed.recover.attempt import Recovery
 from lightning_gpufeed.recover.merge import merge_values
@@ -41,12 +40,11 @@ class RecoveredEvaluation:
             pl_module: Its module.
             is_active: Whether to recover at all.
             recovery: Stage -> who recovers in it.
-            make_work: Stage, logs and the callables of `StepWork` -> the work.
+            make_work: Stage, number of the batch and the callables of `StepWork` -> the work.
             on_note: Told what a user should know.
         """
-        self._module, self._strategy = pl_module, trainer.strategy
+        self._strategy = trainer.strategy
         self._is_active, self._recovery, self._make_work, self._on_note = is_active, recovery, make_work, on_note
-        self._trainer = trainer
         for name in EVALUATIONS:
             own = getattr(trainer.strategy, name)
             takes_iterator = is_param_in_hook_signature(getattr(pl_module, name), "dataloader_iter", explicit=True)
@@ -64,7 +62,7 @@ class RecoveredEvaluation:
         stage = EVALUATIONS[name]
         work = self._make_work(
             stage,
-            HookedLogs(self._trainer, self._module),
+            args[0] if args else 0,
             forward=lambda microbatch: (None, own(microbatch, *args)),
             put_together=partial(self._merged, name),
         )

@@ -11,8 +11,8 @@ from lightning_gpufeed.callbacks.emergency_checkpoint import EmergencyCheckpoint
 from lightning_gpufeed.callbacks.trainer_step import reset_scaler
 from lightning_gpufeed.device.headroom import describe_memory, free_bytes, release
 from lightning_gpufeed.errors import OOMRecoveryError
-from lightning_gpufeed.recover.attempt import Failure, forget, note_failure
 from lightning_gpufeed.recover.classify import Kind, classify
+from lightning_gpufeed.recover.failure import Failure, forget, note_failure
 from lightning_gpufeed.recover.report import OOMEvent
 from lightning_gpufeed.recover.update import GuardedStep, UpdateFailed
 

@@ -104,18 +104,37 @@ def loader_samples(trainer: Trainer) -> int | None:
 
 
 class RecoveringClosure(Closure):
-    """Training step, zero_grad and backward, done by somebody who can do them again."""
+    """Training step, zero_grad and backward, done by somebody who can do them again.
 
-    def __init__(self, own: Closure, do: Callable[[RecoveringClosure], ClosureResult]) -> None:
+    Attributes:
+        kwargs: Arguments of `training_step`, the batch first.
+        batch_idx: Number of the batch.
+        is_done: Whether it has run to its end.
+    """
+
+    def __init__(
+        self,
+        own: Closure,
+        kwargs: OrderedDict[str, Any],
+        batch_idx: int,
+        do: Callable[[RecoveringClosure], ClosureResult],
+    ) -> None:
         """Take the place of a closure.
 
         Args:
             own: Lightning's.
+            kwargs: Arguments of `training_step`, the batch first.
+            batch_idx: Number of the batch.
             do: Does what it would have done.
         """
         super().__init__(own._step_fn, own._backward_fn, own._zero_grad_fn)
-        self._do = do
+        self.kwargs, self.batch_idx, self._do = kwargs, batch_idx, do
         self.is_done = False
+
+    @property
+    def batch(self) -> Any:
+        """What the step is on."""
+        return next(iter(self.kwargs.values()))
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:

@@ -6,84 +6,33 @@ activation of the attempt; a cache that is emptied before they are gone gives no
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import distributed
 
-from lightning_gpufeed.device.headroom import describe_memory, free_bytes, is_low, release
+from lightning_gpufeed.device.headroom import describe_memory, is_low, release
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.errors import OOMRecoveryError
 from lightning_gpufeed.recover.batch_reading import described
 from lightning_gpufeed.recover.classify import Diagnosis, Kind, classify
+from lightning_gpufeed.recover.failure import Failure, forget, note_failure
 from lightning_gpufeed.recover.plan import RetryPlan
 from lightning_gpufeed.recover.report import OOMEvent, bytes_text
 from lightning_gpufeed.recover.split_batch import BatchGuard, BatchSplitter, Split
 from lightning_gpufeed.recover.split_check import check_split
 from lightning_gpufeed.recover.work import StepWork
 
-__all__ = ["Failure", "Recovery", "forget"]
+__all__ = ["Recovery"]
 
 MUCH = 2**62
+UNCOUNTED_SAMPLES = 2**30
+"""Taken for a batch whose samples cannot be counted: it can be split as often as its function gives more parts."""
 MAX_CHECKS = 5
 """Batches that are looked at before their first split, if logged values leave something open."""
-
-
-@dataclass(eq=False)
-class Failure:
-    """An attempt that ran out of memory, without anything that would keep its tensors alive.
-
-    Attributes:
-        error: The exception, without traceback.
-        phase: Where it came from.
-        requested_bytes: What could not be had, if it says so.
-        free_bytes: What was free then, if known.
-        where: The innermost lines of the traceback, as text.
-    """
-
-    error: BaseException
-    phase: str
-    requested_bytes: int | None
-    free_bytes: int | None
-    where: str = field(repr=False)
-
-
-def forget(error: BaseException) -> None:
-    """Take the tracebacks off an exception and all it was raised from, and clear their frames.
-
-    Args:
-        error: Not being handled any more.
-    """
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
-        waiting += [one.__cause__, one.__context__]
-
-
-def note_failure(error: BaseException, diagnosis: Diagnosis, phase: str, device: torch.device) -> Failure:
-    """Write down what is to be known of a failure; to be called in the handler.
-
-    Args:
-        error: What was caught.
-        diagnosis: Of it.
-        phase: Where it came from.
-        device: Of the training.
-
-    Returns:
-        What is kept when the exception is forgotten.
-    """
-    lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:])
-    return Failure(error, phase, diagnosis.requested_bytes, free_bytes(device), "".join(lines).rstrip())
 
 
 class Recovery:
@@ -175,8 +124,23 @@ class Recovery:
             self._learn(batch)
             if self.plan.num_microbatches == 1:
                 return Split([batch], [0], [1.0])
-            num_microbatches = self.plan.num_for(self.splitter.count(batch))
+            try:
+                num_microbatches = self.plan.num_for(self._count(batch))
+            except ValueError as error:
+                if self.plan.fewest == 1:  # it may fit whole
+                    return Split([batch], [0], [1.0])
+                self._tell_others(error)
+                raise
         return Split([batch], [0], [1.0]) if num_microbatches == 1 else self.splitter.split(batch, num_microbatches)
+
+    def _count(self, batch: Any) -> int:
+        """Samples in a batch; many, where only a `split_fn` and a `weight_fn` know."""
+        try:
+            return self.splitter.count(batch)
+        except ValueError:
+            if self.splitter.can_split_uncounted:
+                return UNCOUNTED_SAMPLES
+            raise
 
     def _learn(self, batch: Any) -> None:
         """Understand the first batch, which is a full one; a last one of an epoch can be taken for something else."""
@@ -219,6 +183,10 @@ class Recovery:
         self._has_checked = not finding.open or self._num_checks == MAX_CHECKS
         if finding.unknown is not None:
             self._on_note(f"whether the loss of a batch follows from its parts could not be checked: {finding.unknown}")
+        for name in finding.buffers:
+            self._on_note(
+                f"the buffer {name!r} is changed by every pass, so once per microbatch of a batch that is split"
+            )
         for key in finding.unmerged:
             self._on_note(
                 f"{key!r} of a batch does not follow from its microbatches in any known way; their weighted mean is "
@@ -234,9 +202,10 @@ class Recovery:
         if self._split_check == "warn":
             self._on_note(f"{finding.mismatch}. Trained on in microbatches all the same, as split_check='warn'; {cure}")
             return
+        # check_split has put everything back
         raise OOMRecoveryError(
-            f"out of memory, and the batch cannot be split: {finding.mismatch}. Expected a mean over samples; {cure}. "
-            f"split_check='warn' splits it all the same."
+            f"the batch cannot be split into microbatches: {finding.mismatch}. Expected a mean over samples; {cure}. "
+            f"split_check='warn' splits it all the same. {self._on_give_up()}".rstrip()
         )
 
     # What the ranks agree on ------------------------------------------------------------------------------
@@ -273,12 +242,11 @@ class Recovery:
 
     def _next(self, batch: Any, guard: BatchGuard, failures: _Failures, ballot: _Ballot) -> Split:
         """The next attempt; raises if there is none."""
-        failure = failures[-1][0]
-        obstacle = self._obstacle(guard, failure, len(failures))
+        obstacle = self._obstacle(guard, [failure for failure, _, _ in failures])
         batch = guard.restored()
         if not obstacle:
             try:
-                ballot.num_samples = max(ballot.num_samples, self.splitter.count(batch))
+                ballot.num_samples = max(ballot.num_samples, self._count(batch))
             except ValueError as error:
                 # At the same size it can still be tried.
                 ballot.obstacle = str(error)
@@ -292,12 +260,15 @@ class Recovery:
         if obstacle or number is None or (number > 1 and ballot.obstacle):
             self._give_up(batch, failures, obstacle or ballot.obstacle or "there is no smaller size to try")
         try:
-            return self._split(batch, number)
+            split = self._split(batch, number)
         except ValueError as error:
             self._tell_others(error)
             self._give_up(batch, failures, str(error))
+        if self._vote is None and len(failures) > 1 and len(split.microbatches) <= failures[-1][1]:
+            self._give_up(batch, failures, "there is no smaller size to try")
+        return split
 
-    def _obstacle(self, guard: BatchGuard, failure: Failure | None, num_failures: int) -> str:
+    def _obstacle(self, guard: BatchGuard, failures: list[Failure | None]) -> str:
         """Why the batch may not be done again on this rank; empty if it may."""
         changed = guard.changed_tensors()
         if changed:
@@ -305,14 +276,14 @@ class Recovery:
                 f"the batch cannot be done again, because {', '.join(changed)} was changed in place; write "
                 f"x = x - mean in the place of x.sub_(mean)"
             )
-        is_known = failure is None or classify(failure.error, self.device.type).kind is not Kind.PROBABLE
-        return "" if is_known or num_failures < 2 else "it came again after memory was released"
+        is_probable = [failure is not None and failure.kind is Kind.PROBABLE for failure in failures]
+        return "it came again after memory was released" if is_probable[-2:] == [True, True] else ""
 
     def _give_up(self, batch: Any, failures: _Failures, reason: str) -> NoReturn:
         """Raise the first error again, with all that was tried."""
         first = next((failure for failure, _, _ in failures if failure is not None), None)
         did = self._on_give_up()
-        lines = [f"OOMRecovery could not cure this: {reason}.", "Tried, with the same batch:"]
+        lines = [f"OOMRecovery could not cure this: {reason.rstrip('.')}.", "Tried, with the same batch:"]
         for failure, number, size in failures:
             what = "whole" if number == 1 else f"in {number} microbatches of at most {size} samples"
             if failure is None:

@@ -47,18 +47,13 @@ class StatisticsOnce:
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float | None]] = []
         self._seen: list[list[list[_Seen]]] = [[] for _ in self._norms]
         self._handles: list[Any] = []
-        for norm, microbatches in zip(self._norms, self._seen, strict=True):
+        for norm in self._norms:
             count = norm.num_batches_tracked
-            self._before.append(
-                (
-                    norm.running_mean.clone(),  # type: ignore[union-attr]
-                    norm.running_var.clone(),  # type: ignore[union-attr]
-                    None if count is None else count.clone(),
-                    norm.momentum,
-                )
-            )
-            norm.momentum = 1.0  # the running statistics are then those of the last call
+            mean, variance = norm.running_mean.clone(), norm.running_var.clone()  # type: ignore[union-attr]
+            self._before.append((mean, variance, None if count is None else count.clone(), norm.momentum))
+        for norm, microbatches in zip(self._norms, self._seen, strict=True):  # nothing fails from here on
             self._handles.append(norm.register_forward_hook(_note_in(microbatches)))
+            norm.momentum = 1.0  # the running statistics are then those of the last call
 
     @property
     def num_norms(self) -> int:
@@ -94,17 +89,20 @@ class StatisticsOnce:
     @staticmethod
     def _apply_call(norm: _BatchNorm, parts: list[_Seen]) -> None:
         total = sum(part.num_elements for part in parts)
-        mean = sum(part.mean * (part.num_elements / total) for part in parts)
-        within = sum(part.variance * (part.num_elements - 1) for part in parts)
-        between = sum((part.mean - mean).square() * part.num_elements for part in parts)
-        variance = (within + between) / max(1, total - 1)
+        # At least in float32, and in shares: sums over all elements leave the range of half precision.
+        wide = torch.promote_types(parts[0].mean.dtype, torch.float32)
+        mean = sum(part.mean.to(wide) * (part.num_elements / total) for part in parts)
+        freedom = max(1, total - 1)
+        within = sum(part.variance.to(wide) * ((part.num_elements - 1) / freedom) for part in parts)
+        between = sum((part.mean.to(wide) - mean).square() * (part.num_elements / freedom) for part in parts)
+        variance = within + between
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
         momentum = norm.momentum
         if momentum is None:  # a plain average over all batches
             momentum = 1 / int(norm.num_batches_tracked)  # type: ignore[arg-type]
-        norm.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)  # type: ignore[union-attr]
-        norm.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)  # type: ignore[union-attr]
+        for running, of_batch in ((norm.running_mean, mean), (norm.running_var, variance)):
+            running.copy_(running.to(wide) * (1 - momentum) + of_batch * momentum)  # type: ignore[union-attr]
 
 
 def _note_in(microbatches: list[list[_Seen]]) -> Any:

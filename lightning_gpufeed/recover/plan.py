@@ -57,9 +57,9 @@ class RetryPlan:
         if self.num_microbatches == 1:
             return 1
         if self.found_samples in (0, num_samples):
-            return min(self.num_microbatches, num_samples)
+            return max(1, min(self.num_microbatches, num_samples))
         fitting = math.ceil(self.found_samples / self.num_microbatches)
-        return max(min(self.fewest, num_samples), math.ceil(num_samples / fitting))
+        return max(1, min(self.fewest, num_samples), math.ceil(num_samples / fitting))
 
     def after_failure(self, num_samples: int, num_microbatches: int, num_failures: int) -> int | None:
         """What to do with a batch that ran out of memory.
@@ -103,6 +103,8 @@ class RetryPlan:
         if self._num_clean < self._patience_for(larger):
             return False
         self.num_microbatches, self._num_clean, self._is_on_trial = larger, 0, True
+        if larger == self.fewest:  # what the user asked for is a number, whatever the batch
+            self.found_samples = 0
         return True
 
     def _note_failure(self, num_samples: int, num_microbatches: int) -> None:

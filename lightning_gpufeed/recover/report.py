@@ -19,7 +19,7 @@ def bytes_text(num_bytes: int | None) -> str:
     if num_bytes is None:
         return "an unknown amount"
     value, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1000 and len(units) > 1:
+    while value >= 999.5 and len(units) > 1:
         value /= 1024
         units.pop(0)
     return f"{value:.3g} {units[0]}"
@@ -96,5 +96,5 @@ def summary_line(events: list[OOMEvent], num_microbatches: int) -> str:
     ended = "whole batches" if num_microbatches == 1 else f"{num_microbatches} microbatches a batch"
     return (
         f"OOMRecovery: {len(events)} batch{'es' if len(events) != 1 else ''} ran out of memory ({phases}), "
-        f"{retries} retries, none lost; the training ended with {ended}."
+        f"{retries} {'retry' if retries == 1 else 'retries'}, none lost; the training ended with {ended}."
     )

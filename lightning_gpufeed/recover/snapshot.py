@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 __all__ = ["BufferStates", "GeneratorStates"]
 
 LARGE_BYTES = 16 * 2**20
+SMALL_BYTES = 2**20
 
 
 class GeneratorStates:
@@ -57,12 +59,12 @@ class GeneratorStates:
 class BufferStates:
     """Values of the buffers of a module before each batch.
 
-    Copying all buffers in every step would be dear where some are large and never change: masks, tables. So those that
-    were seen to change, and the statistics of batch normalisation, are copied on the device by one call; of the others
-    one copy on the host is kept, which is right as long as torch's count of in-place changes stands still.
+    Copying all buffers in every step would be dear where some are large and never change: masks, tables. So those up to
+    1 MiB, and those that were seen to change, are copied on the device by one call; of the others one copy on the host
+    is kept, which is right as long as torch's count of in-place changes stands still. (Not counted are
+    changes through `.data` and those by kernels of batch normalisation.)
 
-    In inference mode torch does not count; there all buffers but those over 16 MiB are copied. The kernels of batch
-    normalisation do not count either.
+    In inference mode torch does not count; there all buffers but those over 16 MiB are copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -78,7 +80,9 @@ class BufferStates:
             for name in owner._buffers:
                 self._places.append((owner._buffers, name))
                 self._names.append(f"{path}.{name}" if path else name)
-                self._is_moving.append(isinstance(owner, _NormBase))
+                buffer = owner._buffers[name]
+                is_small = buffer is not None and not is_lazy(buffer) and buffer.nbytes <= SMALL_BYTES
+                self._is_moving.append(is_small or isinstance(owner, _NormBase))
         number = len(self._places)
         self._tensors: list[torch.Tensor | None] = [None] * number
         self._versions: list[int] = [-1] * number
@@ -92,7 +96,7 @@ class BufferStates:
         is_inference = torch.is_inference_mode_enabled()
         for i, (owner, name) in enumerate(self._places):
             tensor = owner.get(name)
-            if tensor is None or (tensor.is_inference() and not is_inference):
+            if tensor is None or is_lazy(tensor) or (tensor.is_inference() and not is_inference):
                 self._tensors[i] = tensor  # nothing, or what cannot be changed in place here
                 self._copies[i] = None
                 continue
@@ -135,13 +139,18 @@ class BufferStates:
                 if not tensor.is_inference():
                     self._versions[i] = tensor._version
 
-    def moving_names(self) -> list[str]:
-        """Names of buffers that training steps change, but for those of batch normalisation."""
-        own = {id(owner) for owner in self._norm_owners()}
-        return [
-            self._names[i] for i in range(len(self._places)) if self._is_moving[i] and id(self._places[i][0]) not in own
-        ]
+    def changed_names(self) -> list[str]:
+        """Which buffers differ from the last `save`, but for the statistics of batch normalisation.
 
-    def _norm_owners(self) -> list[dict[str, Any]]:
-        norms = {"running_mean", "running_var", "num_batches_tracked"}
-        return [owner for owner, _ in self._places if norms <= set(owner)]
+        Returns:
+            Their names in the module.
+        """
+        changed: list[str] = []
+        for i, (owner, name) in enumerate(self._places):
+            tensor: torch.Tensor | None = owner.get(name)
+            copy = self._copies[i]
+            if tensor is None or copy is None or {"running_mean", "running_var"} <= set(owner):
+                continue
+            if tensor is not self._tensors[i] or not torch.equal(tensor.detach().to(copy.device), copy):
+                changed.append(self._names[i])
+        return changed

@@ -110,6 +110,11 @@ class BatchSplitter:
         self._expected_samples = expected_samples
         self._reader = BatchReader()
 
+    @property
+    def can_split_uncounted(self) -> bool:
+        """Whether batches whose samples cannot be counted can be split: by a function, and weighed by another."""
+        return self._split_fn is not None and self._weight_fn is not None
+
     def count(self, batch: Any) -> int:
         """Number of samples in a batch.
 

@@ -7,12 +7,15 @@ nothing would say so. One part that fits is compared with its own halves: loss, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from lightning_gpufeed.device.samples import copy_batch
+from lightning_gpufeed.recover.classify import Kind, classify
 from lightning_gpufeed.recover.gradients import GradientStates
 from lightning_gpufeed.recover.logged import LogCall, find_rules
 from lightning_gpufeed.recover.snapshot import GeneratorStates
@@ -40,12 +43,14 @@ class Finding:
         unknown: Why nothing could be said; None: it was compared.
         unmerged: Logged values of the whole that do not follow from those of the parts.
         open: Logged values that were zero, so that any way fits.
+        buffers: Buffers that one pass changes.
     """
 
     mismatch: str | None = None
     unknown: str | None = None
     unmerged: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 def check_split(
@@ -100,32 +105,47 @@ def _compared(work: StepWork, part: object, halves: Split, device: torch.device,
         with without_randomness(work.states.module, is_all=is_all):
             generators = GeneratorStates(device)
             try:
-                whole, whole_logged, whole_gradients = _observed(work, [part], [1.0])
+                whole = _observed(work, [part], [1.0])
+                buffers = tuple(work.states.buffers.changed_names())
                 if generators.has_moved():
                     generators.put_back()
                     continue
-                parts, parts_logged, parts_gradients = _observed(work, halves.microbatches, halves.weights)
-            except (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+                parts = _observed(work, halves.microbatches, halves.weights)
+                mismatch = _mismatch(whole, parts, tolerance)
+                # A step with a state or generator of its own differs from itself as well.
+                is_steady = mismatch is None or _mismatch(whole, _observed(work, [part], [1.0]), tolerance) is None
+            except Exception as error:
+                if classify(error, device.type).kind is not Kind.OTHER:
+                    raise
                 # Not every step can be run as in evaluation, or on so few samples.
                 return Finding(unknown=f"the step does not run on a part by itself ({type(error).__name__}: {error})")
-        rules, unmerged, is_open = find_rules(whole_logged[0], parts_logged, halves.weights, tolerance)
+        if not is_steady:
+            break
+        rules, unmerged, is_open = find_rules(whole.logged[0], parts.logged, halves.weights, tolerance)
         work.rules.update(rules)
-        mismatch = _mismatch(whole, parts, whole_gradients, parts_gradients, tolerance)
-        return Finding(mismatch=mismatch, unmerged=tuple(unmerged), open=tuple(is_open))
-    return Finding(unknown="the step draws random numbers, so no two passes over a part are the same")
+        return Finding(mismatch, unmerged=tuple(unmerged), open=tuple(is_open), buffers=buffers)
+    return Finding(unknown="no two passes of the step over the same part are the same, so it draws random numbers")
 
 
-def _observed(
-    work: StepWork, microbatches: Sequence[object], weights: Sequence[float]
-) -> tuple[float | None, list[list[LogCall]], list[torch.Tensor | None]]:
-    """Loss, what was logged, and gradients in host memory."""
-    for parameter in work.states.parameters:
+@dataclass(frozen=True)
+class _Observed:
+    """What passes gave: loss, what each of them logged, gradients in host memory."""
+
+    loss: float | None
+    logged: list[list[LogCall]]
+    gradients: list[torch.Tensor | None]
+
+
+def _observed(work: StepWork, microbatches: Sequence[object], weights: Sequence[float]) -> _Observed:
+    """Passes over copies, as a step may change its batch."""
+    parameters = work.states.parameters
+    for parameter in parameters:
         parameter.grad = None
-    loss, logged = work.observe(microbatches, weights)
-    gradients = [None if parameter.grad is None else _on_host(parameter) for parameter in work.states.parameters]
-    for parameter in work.states.parameters:
+    loss, logged = work.observe([copy_batch(microbatch) for microbatch in microbatches], weights)
+    gradients = [None if parameter.grad is None else _on_host(parameter) for parameter in parameters]
+    for parameter in parameters:
         parameter.grad = None
-    return loss, logged, gradients
+    return _Observed(loss, logged, gradients)
 
 
 def _on_host(parameter: nn.Parameter) -> torch.Tensor:
@@ -135,32 +155,33 @@ def _on_host(parameter: nn.Parameter) -> torch.Tensor:
     return gradient.to_dense().cpu() if gradient.layout is not torch.strided else gradient.cpu()
 
 
-def _mismatch(
-    whole: float | None,
-    parts: float | None,
-    whole_gradients: Sequence[torch.Tensor | None],
-    parts_gradients: Sequence[torch.Tensor | None],
-    tolerance: float,
-) -> str | None:
-    if whole is None or parts is None:
+def _mismatch(whole: _Observed, parts: _Observed, tolerance: float) -> str | None:
+    if whole.loss is None or parts.loss is None:
         return None
-    difference, scale = 0.0, 0.0
-    for of_whole, of_parts in zip(whole_gradients, parts_gradients, strict=True):
-        for gradient in (of_whole, of_parts):
-            if gradient is not None:
-                scale = max(scale, _norm(gradient))
+    difference = whole_square = parts_square = 0.0
+    for of_whole, of_parts in zip(whole.gradients, parts.gradients, strict=True):
+        if of_whole is not None:
+            whole_square += _norm(of_whole) ** 2
+        if of_parts is not None:
+            parts_square += _norm(of_parts) ** 2
         if of_whole is not None and of_parts is not None:
             difference += _norm(of_whole.float() - of_parts.float()) ** 2
         else:
             difference += sum(_norm(gradient) ** 2 for gradient in (of_whole, of_parts) if gradient is not None)
-    total = sum(_norm(gradient) ** 2 for gradient in whole_gradients if gradient is not None) ** 0.5
-    error = difference**0.5 / max(total, scale) if scale > 0 else 0.0
-    is_same_loss = abs(whole - parts) <= tolerance * max(abs(whole), abs(parts), 1e-12)
-    if (is_same_loss or whole != whole) and (error <= tolerance or error != error):
+    size = max(whole_square, parts_square) ** 0.5
+    if 0 < size < math.inf:
+        # They are what is trained with. The loss itself may be small by cancellation, where its rounding is large.
+        error = difference**0.5 / size
+        is_same = error <= tolerance
+    else:
+        error = 0.0
+        scale = max(abs(whole.loss), abs(parts.loss))
+        is_same = not math.isfinite(scale) or abs(whole.loss - parts.loss) <= tolerance * scale
+    if is_same:
         return None
     return (
-        f"the loss of a batch does not follow from the losses of its parts: {whole:.6g} for a part as a whole, "
-        f"{parts:.6g} from its two halves; gradients differ by {error:.2g} of their size"
+        f"the loss of a batch does not follow from the losses of its parts: {whole.loss:.6g} for a part as a whole, "
+        f"{parts.loss:.6g} from its two halves; gradients differ by {error:.2g} of their size"
     )
 
 

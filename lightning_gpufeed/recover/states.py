@@ -45,7 +45,7 @@ class ModuleStates:
         Args:
             others: All of them; cheap if they are the same as the last time.
         """
-        if len(others) != len(self._others):
+        if [id(other) for other in others] != [id(other) for other in self._others]:
             self._others = list(others)
             self.metrics = find_metrics(self.module, self._others)
 

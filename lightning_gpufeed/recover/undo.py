@@ -72,7 +72,9 @@ class BeforeUpdate:
                 is_untouched &= state[name] is member
             else:
                 state[name] = member  # SparseAdam counts all its steps up before the first tensor is touched
-        return is_untouched and self._versions == [tensor._version for tensor in self._tensors]
+        is_untouched &= self._versions == [tensor._version for tensor in self._tensors]
+        devices = {parameter.device for parameter in self._parameters} | {torch.device("cpu")}
+        return is_untouched and all(map(_versions_tell, devices))
 
     def _may_be_fused_unseen(self) -> bool:
         """Whether a fused kernel may have run on what looks untouched: its writing changes no version."""
@@ -294,6 +296,22 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a dense CPU tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return flat.numpy().data
+
+
+@torch.no_grad()
+def _versions_tell(device: torch.device) -> bool:
+    """Whether here and now the first operations that updates do in place leave a trace in the version of a tensor."""
+    # Those on lists of tensors do it in some kernels only, and never under a `TorchDispatchMode`.
+    try:
+        tensor, one = torch.zeros((), device=device), torch.ones(())
+        tensor.add_(1)
+        torch._foreach_add_([tensor], 1)
+        torch._foreach_add_([tensor], one.to(device))
+        torch._foreach_add_([tensor], [one.to(device)])
+        torch._foreach_mul_([tensor], 1)
+    except RuntimeError:
+        return False
+    return tensor._version == 5
 
 
 def _gap() -> None:

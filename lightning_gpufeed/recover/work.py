@@ -21,7 +21,7 @@ import torch
 from lightning_gpufeed.recover.batchnorm import StatisticsOnce
 from lightning_gpufeed.recover.gradients import GradientStates
 from lightning_gpufeed.recover.logged import LogCall, Rule, combine_calls
-from lightning_gpufeed.recover.metrics import MetricCalls
+from lightning_gpufeed.recover.metric_calls import MetricCalls
 from lightning_gpufeed.recover.ranks import RankGuard
 from lightning_gpufeed.recover.split_batch import Split
 from lightning_gpufeed.recover.states import ModuleStates
@@ -137,13 +137,13 @@ class StepWork:
         """In microbatches, or whole with nothing logged before all ranks are done."""
         last = len(split.microbatches) - 1
         statistics = calls = None
-        if last > 0:
-            calls = MetricCalls(self.states.metrics)
-            if self._backward is not None and self._corrects_batchnorm:
-                statistics = StatisticsOnce(self.states.module)
         outputs: list[Any] = []
         logged: list[list[LogCall]] = []
         try:
+            if last > 0:
+                calls = MetricCalls(self.states.metrics)
+                if self._backward is not None and self._corrects_batchnorm:
+                    statistics = StatisticsOnce(self.states.module)
             for number, (microbatch, weight) in enumerate(zip(split.microbatches, split.weights, strict=True)):
                 for part in (statistics, calls):
                     if part is not None:
@@ -160,10 +160,10 @@ class StepWork:
         if statistics is not None:
             statistics.apply()
         if calls is not None:
-            for name in calls.repeat_once(self.states.metric_states, split.sizes, split.weights):
+            for name in calls.repeat_once(self.states.metric_states, split.sizes, split.weights, self.rules):
                 self.notes.append(
-                    f"the metric {name} was called in a way that cannot be put together from microbatches; it counts "
-                    f"each of them as a batch"
+                    f"the calls of the metric {name} could not be put together from microbatches; it counts each of "
+                    f"them as a batch"
                 )
         self._logged = combine_calls(logged, split.sizes, split.weights, self.rules)
         return outputs[0] if last == 0 else self._put_together(outputs, split)
@@ -204,14 +204,17 @@ class StepWork:
             weights: Their shares.
 
         Returns:
-            Loss of all of them together, None if the step gave none; what each of them logged.
+            Loss of all of them together, None if the step gave none; what each of them logged, and the single numbers
+            it called metrics with.
         """
         total: float | None = None
         logged: list[list[LogCall]] = []
+        calls = MetricCalls(self.states.metrics)
         with nullcontext() if self._ranks is None or self._backward is None else self._ranks.without_sync():
             try:
                 for microbatch, weight in zip(microbatches, weights, strict=True):
                     self.phase = "forward"
+                    calls.begin_microbatch()
                     logged.append(self.logs.begin())
                     loss, _ = self._forward(microbatch)
                     if loss is None or self._backward is None:
@@ -222,7 +225,8 @@ class StepWork:
                     self._backward(loss * share, False, False)
             finally:
                 self.logs.end()
-        return total, logged
+                calls.end()
+        return total, [own + numbers for own, numbers in zip(logged, calls.numbers(), strict=True)]
 
     @property
     def has_backward(self) -> bool:
