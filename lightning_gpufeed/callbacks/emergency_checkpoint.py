@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -43,14 +44,19 @@ class EmergencyCheckpoint:
             self._write(path)
         except Exception as error:
             return f"No emergency checkpoint could be written ({type(error).__name__}: {error}). {self.last_good()}"
-        return f"The training as it was before this batch is saved in {path}"
+        lost = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
+        plural = "" if lost == 1 else "es"
+        window = f"; without the gradients of the {lost} batch{plural} before it in its accumulation window"
+        return f"The training as it was before this batch is saved in {path}{window if lost else ''}"
 
     def _write(self, path: Path) -> None:
         """Straight to a file aside, without the copy in memory that Lightning makes first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".part")
         try:
-            torch.save(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False), aside)
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            _count_back(checkpoint["loops"]["fit_loop"])
+            torch.save(checkpoint, aside)
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
@@ -70,3 +76,12 @@ class EmergencyCheckpoint:
         if not there:
             return "There is no checkpoint of this training"
         return f"The last good checkpoint is {max(there, key=os.path.getmtime)}"
+
+
+def _count_back(loop: dict[str, Any]) -> None:
+    """Of a batch that has begun nothing is counted: as between two batches."""
+    batches = loop["epoch_loop.batch_progress"]
+    steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for progress in (batches, steps["step"], steps["zero_grad"]):
+        for counts in (progress["total"], progress["current"]):
+            counts.update(dict.fromkeys(counts, counts["completed"]))

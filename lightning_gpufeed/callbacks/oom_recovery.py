@@ -53,7 +53,7 @@ class OOMRecovery(Callback):
     Hook                                what it does
     ==================================  =========================================================================
     setup                               stands before the steps of the Trainer; refuses what cannot be undone
-    on_train_start                      guards the optimizer; several ranks: reduces gradients in DDP's place
+    on_fit_start                        guards the optimizer; several ranks: reduces gradients in DDP's place
     on_train_epoch_end                  with "shrink_loader", makes the batch size smaller
     state_dict, load_state_dict         sizes that were found
     on_exception, teardown              takes everything back; `on_train_end`: one line on what happened
@@ -189,6 +189,7 @@ class OOMRecovery(Callback):
             trainer,
             EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint),
             is_active=partial(self._is_active, trainer),
+            is_past_backward=lambda: self._closure is not None and self._closure.is_done,
             undo_batch=self._undo_batch,
             on_event=partial(self._on_event, trainer),
         )
@@ -213,14 +214,14 @@ class OOMRecovery(Callback):
         self._summarise()
         self._take_back()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Guard the optimizer, and what DDP would do between ranks.
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Guard the optimizer, and what DDP would do between ranks; both exist now, before the first validation.
 
         Raises:
             ValueError: The ranks cannot retry together; the message says why.
         """
         wrapper = trainer.strategy.model
-        if isinstance(wrapper, DistributedDataParallel) and self._vote is not None and self._vote.num_ranks > 1:
+        if isinstance(wrapper, DistributedDataParallel) and self._vote is not None:
             obstacle = obstacle_to_guard(wrapper)
             if obstacle is not None:
                 raise ValueError(f"OOMRecovery cannot work here: {obstacle}.")
@@ -259,6 +260,7 @@ class OOMRecovery(Callback):
         if batch_idx < 2:  # parts of the module come and go between epochs, and in a first step
             states.refresh()
         states.include_metrics(logs.metrics())
+        options["defers_logs"] = trainer.world_size > 1
         return StepWork(states, logs, ranks=self._ranks, rules=self._rules.setdefault(stage, {}), **options)
 
     # Training ----------------------------------------------------------------------------------------------
@@ -310,9 +312,11 @@ class OOMRecovery(Callback):
     def _undo_batch(self) -> bool:
         """Let the closure run again, if it was done."""
         # Several ranks have agreed already that this batch is done.
-        if self._closure is None or not self._closure.is_done or self._work is None or self._ranks is not None:
+        has_agreed = self._vote is not None and self._vote.num_ranks > 1
+        if self._closure is None or not self._closure.is_done or self._work is None or has_agreed:
             return False
         self._work.undo()
+        self._closure._result = None  # its loss holds the graph
         self._is_again = True
         return True
 

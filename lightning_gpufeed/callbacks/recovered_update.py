@@ -37,6 +37,7 @@ class RecoveredUpdate:
         emergency: EmergencyCheckpoint,
         *,
         is_active: Callable[[], bool],
+        is_past_backward: Callable[[], bool],
         undo_batch: Callable[[], bool],
         on_event: Callable[[OOMEvent], None],
     ) -> None:
@@ -46,12 +47,14 @@ class RecoveredUpdate:
             trainer: A Trainer.
             emergency: What is done before an error is raised.
             is_active: Whether to recover at all.
+            is_past_backward: Whether the closure has run to its end.
             undo_batch: Makes everything what it was before the batch, so that the closure can run again; False if that
                 cannot be.
             on_event: Told of what was recovered.
         """
         self._trainer, self._emergency = trainer, emergency
         self._is_active, self._undo_batch, self._on_event = is_active, undo_batch, on_event
+        self._is_past_backward = is_past_backward
         self._device = trainer.strategy.root_device
         self._guard: GuardedStep | None = None
         self._own = trainer.strategy.optimizer_step
@@ -88,7 +91,10 @@ class RecoveredUpdate:
             except UpdateFailed as error:
                 stopped: UpdateFailed | None = error
             except Exception as error:
-                if not self._is_out_of_memory(error) or num_failures == MAX_FAILURES or not self._undo_batch():
+                if not self._is_out_of_memory(error) or not self._is_past_backward():
+                    raise
+                if num_failures == MAX_FAILURES or not self._undo_batch():
+                    self._note_on(error, num_failures + 1)
                     raise
                 diagnosis = classify(error, self._device.type)
                 failure = note_failure(error, diagnosis, "between backward and optimizer step", self._device)
@@ -104,6 +110,16 @@ class RecoveredUpdate:
             forget(failure.error)
             release(self._device)
             reset_scaler(self._trainer, optimizer)
+
+    def _note_on(self, error: BaseException, num_failures: int) -> None:
+        """What a user should know of an error that is raised."""
+        is_undone = self._undo_batch()
+        saved = self._emergency.save() if is_undone else self._emergency.last_good()
+        error.add_note(
+            f"OOMRecovery could not cure this: out of memory between backward and the optimizer step, {num_failures} "
+            f"time{'' if num_failures == 1 else 's'}; nothing of this step was applied.\n"
+            f"Memory: {describe_memory(self._device)}\n{saved}."
+        )
 
     def _event(self, failure: Failure, cure: str, num_retries: int) -> OOMEvent:
         asked, free = failure.requested_bytes, failure.free_bytes

@@ -31,6 +31,7 @@ __all__ = ["Recovery"]
 MUCH = 2**62
 UNCOUNTED_SAMPLES = 2**30
 """Taken for a batch whose samples cannot be counted: it can be split as often as its function gives more parts."""
+TALKS = "the step itself, or a hook in its backward pass, talks to the other ranks"
 MAX_CHECKS = 5
 """Batches that are looked at before their first split, if logged values leave something open."""
 
@@ -77,6 +78,7 @@ class Recovery:
         self._on_event, self._on_note, self._on_give_up = on_event, on_note, on_give_up
         self._has_checked = split_check == "skip"
         self._has_learned, self._num_checks = False, 0
+        self._has_talked = False
         self.num_retries = 0
 
     def run(self, work: StepWork, batch: Any, step: int) -> Any:
@@ -100,11 +102,13 @@ class Recovery:
         ballot = _Ballot()
         while True:
             outcome, failure = self._attempt(work, split, bool(failures))
-            ballot = ballot.updated(self._agree(failure, split))
+            ballot = ballot.updated(self._agree(work, failure, split))
             if not ballot.has_failed:
                 break
             failures.append((failure, len(split.microbatches), max(split.sizes)))
             work.undo()
+            if self._has_talked:
+                self._give_up(batch, failures, f"{TALKS}: one that does it again would talk to what the others do next")
             release(self.device)
             split = self._next(batch, guard, failures, ballot)
             self.num_retries += 1
@@ -162,8 +166,8 @@ class Recovery:
                     error.add_note(f"OOMRecovery: not an error to retry after; {diagnosis.advice}")
                 if is_retry:
                     error.add_note(
-                        f"OOMRecovery: this came when a batch that had run out of memory was done again in "
-                        f"{len(split.microbatches)} microbatches of at most {max(split.sizes)} samples."
+                        f"OOMRecovery: this came when a batch that had run out of memory was done again, "
+                        f"{_how(len(split.microbatches), max(split.sizes))}."
                     )
                 self._tell_others(error)
                 raise
@@ -178,7 +182,8 @@ class Recovery:
 
     def _check(self, work: StepWork, split: Split) -> None:
         """Once: may batches be split at all?"""
-        finding = check_split(work, split, self.splitter, self.device, is_half=self._is_half)
+        is_half = self._is_half or any(parameter.dtype.itemsize == 2 for parameter in work.states.parameters)
+        finding = check_split(work, split, self.splitter, self.device, is_half=is_half)
         self._num_checks += 1
         self._has_checked = not finding.open or self._num_checks == MAX_CHECKS
         if finding.unknown is not None:
@@ -210,8 +215,9 @@ class Recovery:
 
     # What the ranks agree on ------------------------------------------------------------------------------
 
-    def _agree(self, failure: Failure | None, split: Split) -> list[int]:
+    def _agree(self, work: StepWork, failure: Failure | None, split: Split) -> list[int]:
         """One vote, in the same place on every rank."""
+        self._has_talked |= work.has_talked
         has_failed = failure is not None
         requested = failure.requested_bytes if failure is not None else None
         free = failure.free_bytes if failure is not None else None
@@ -227,7 +233,14 @@ class Recovery:
         ]
         if self._vote is None:
             return numbers
-        numbers = self._vote.maximum(*numbers)
+        *numbers, has_talked = self._vote.maximum(*numbers, int(work.has_talked))
+        if has_talked:
+            work.undo()
+            raise OOMRecoveryError(
+                f"OOMRecovery cannot work here: {TALKS}. A rank that runs out of memory in it cannot do it again "
+                f"alone. Expected collectives outside training_step only (self.log(sync_dist=True) is none of those); train "
+                f"without OOMRecovery, or gather outside."
+            )
         if numbers[1]:
             raise OOMRecoveryError(
                 "another rank has stopped with an error while this one was in the same step; its own message says why."
@@ -238,7 +251,7 @@ class Recovery:
         """An error that ends the training of this rank ends it on the others too, instead of letting them wait."""
         is_of_group = isinstance(error, getattr(distributed, "DistError", ()))
         if self._vote is not None and not is_of_group and not isinstance(error, StopIteration):
-            self._vote.maximum(0, 1, 0, 0, -1, -1, -1, -1)
+            self._vote.maximum(0, 1, 0, 0, -1, -1, -1, -1, 0)
 
     def _next(self, batch: Any, guard: BatchGuard, failures: _Failures, ballot: _Ballot) -> Split:
         """The next attempt; raises if there is none."""
@@ -285,7 +298,7 @@ class Recovery:
         did = self._on_give_up()
         lines = [f"OOMRecovery could not cure this: {reason.rstrip('.')}.", "Tried, with the same batch:"]
         for failure, number, size in failures:
-            what = "whole" if number == 1 else f"in {number} microbatches of at most {size} samples"
+            what = _how(number, size)
             if failure is None:
                 lines.append(f"  {what}: another rank ran out of memory")
                 continue
@@ -322,6 +335,10 @@ class Recovery:
             max(split.sizes),
             cure,
         )
+
+
+def _how(num_microbatches: int, largest: int) -> str:
+    return "whole" if num_microbatches == 1 else f"in {num_microbatches} microbatches of at most {largest} samples"
 
 
 _Failures = list[tuple[Failure | None, int, int]]

@@ -26,8 +26,15 @@ def find_metrics(module: nn.Module, others: Iterable[Any] = ()) -> list[nn.Modul
     Returns:
         Each once.
     """
-    parts = [part for one in (module, *others) for part in one.modules()]
+    held = [one for value in vars(module).values() if isinstance(value, list | tuple | dict) for one in _values(value)]
+    parts = [part for one in (module, *others, *held) for part in one.modules()]
     return list({id(part): part for part in parts if isinstance(part, Metric | MetricCollection)}.values())
+
+
+def _values(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> list[nn.Module]:
+    """Metrics in a plain list or dict, which makes them no parts of the module."""
+    values = container.values() if isinstance(container, dict) else container
+    return [value for value in values if isinstance(value, Metric | MetricCollection)]
 
 
 class MetricStates:

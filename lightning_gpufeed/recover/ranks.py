@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpufeed.device.vote import HostVote
 
-__all__ = ["RankGuard", "obstacle_to_guard"]
+__all__ = ["RankGuard", "num_collectives", "obstacle_to_guard"]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -48,8 +48,26 @@ def obstacle_to_guard(wrapper: DistributedDataParallel) -> str | None:
     return None
 
 
+def num_collectives() -> int:
+    """How many collectives the group of all ranks has seen; its own are not counted by the vote's group.
+
+    Returns:
+        0 without several ranks.
+    """
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return 0
+    group: Any = distributed.group.WORLD
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
+
+
 class RankGuard:
-    """Runs the attempts of a batch without collectives; then reduces the gradients as DDP would have."""
+    """Runs the attempts of a batch without collectives; then reduces the gradients as DDP would have.
+
+    Also for one rank, whose reducer does not survive a backward pass that broke off either.
+    """
 
     def __init__(self, wrapper: DistributedDataParallel, vote: HostVote) -> None:
         """Take the memory that reducing needs, so that it cannot fail for want of it later.
@@ -64,7 +82,7 @@ class RankGuard:
         self._num_ranks = distributed.get_world_size(self._group)
         self._buckets: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._small_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-        for parameter in self._reduced():
+        for parameter in self._reduced() if self._num_ranks > 1 else ():
             if parameter.nbytes <= BUCKET_BYTES // 4:
                 kind = (parameter.dtype, parameter.device)
                 self._small_bytes[kind] = self._small_bytes.get(kind, 0) + parameter.nbytes
@@ -94,16 +112,12 @@ class RankGuard:
         """An attempt has failed; the next one sends no buffers either."""
         self._wrapper.require_forward_param_sync = False
 
-    def num_collectives(self) -> int:
-        """How many collectives the group of the training has seen; -1: unknown."""
-        try:
-            return int(self._group._get_sequence_number_for_group())
-        except RuntimeError:
-            return -1
-
     @torch.no_grad()
     def reduce(self) -> None:
         """Make every gradient the mean over the ranks; every rank has to call this."""
+        self._wrapper.require_forward_param_sync = True
+        if self._num_ranks == 1:
+            return
         parameters = list(self._reduced())
         self._fill_gaps(parameters)
         waiting: list[torch.Tensor] = []
@@ -125,7 +139,6 @@ class RankGuard:
             waiting_elements += gradient.numel()
         if waiting:
             self._reduce_together(waiting)
-        self._wrapper.require_forward_param_sync = True
 
     def _fill_gaps(self, parameters: list[nn.Parameter]) -> None:
         """What only other ranks have a gradient of counts as zero here; what none has stays without."""

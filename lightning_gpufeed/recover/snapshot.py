@@ -81,7 +81,7 @@ class BufferStates:
                 self._places.append((owner._buffers, name))
                 self._names.append(f"{path}.{name}" if path else name)
                 buffer = owner._buffers[name]
-                is_small = buffer is not None and not is_lazy(buffer) and buffer.nbytes <= SMALL_BYTES
+                is_small = buffer is not None and _can_be_copied_into(buffer) and _bytes_of(buffer) <= SMALL_BYTES
                 self._is_moving.append(is_small or isinstance(owner, _NormBase))
         number = len(self._places)
         self._tensors: list[torch.Tensor | None] = [None] * number
@@ -102,7 +102,7 @@ class BufferStates:
                 continue
             version = -1 if tensor.is_inference() else tensor._version
             if is_inference:
-                if tensor.nbytes > LARGE_BYTES:
+                if _bytes_of(tensor) > LARGE_BYTES or not _can_be_copied_into(tensor):
                     self._tensors[i], self._versions[i], self._copies[i] = tensor, version, None
                     continue
             elif not self._is_moving[i]:
@@ -113,9 +113,13 @@ class BufferStates:
                     self._tensors[i], self._versions[i] = tensor, version
                     self._copies[i] = tensor.detach().to("cpu", copy=True)
                     continue
+                if not _can_be_copied_into(tensor):
+                    self._versions[i], self._copies[i] = version, tensor.detach().to("cpu", copy=True)
+                    continue
                 self._is_moving[i], self._copies[i] = True, None
             copy = self._copies[i]
             is_same_kind = copy is not None and copy.device == tensor.device and copy.dtype == tensor.dtype
+            is_same_kind = is_same_kind and copy is not None and copy.is_inference() == is_inference
             if copy is None or not is_same_kind or copy.shape != tensor.shape:
                 copy = torch.empty_like(tensor)
                 self._copies[i] = copy
@@ -154,3 +158,15 @@ class BufferStates:
             if tensor is not self._tensors[i] or not torch.equal(tensor.detach().to(copy.device), copy):
                 changed.append(self._names[i])
         return changed
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Also of tensors that have no one place in memory."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _can_be_copied_into(tensor: torch.Tensor) -> bool:
+    """Whether it is an ordinary tensor each of whose elements has a place of its own."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -22,7 +22,7 @@ from lightning_gpufeed.recover.batchnorm import StatisticsOnce
 from lightning_gpufeed.recover.gradients import GradientStates
 from lightning_gpufeed.recover.logged import LogCall, Rule, combine_calls
 from lightning_gpufeed.recover.metric_calls import MetricCalls
-from lightning_gpufeed.recover.ranks import RankGuard
+from lightning_gpufeed.recover.ranks import RankGuard, num_collectives
 from lightning_gpufeed.recover.split_batch import Split
 from lightning_gpufeed.recover.states import ModuleStates
 
@@ -53,6 +53,7 @@ class StepWork:
 
     Attributes:
         phase: What was being done: "forward" or "backward".
+        has_talked: Whether the step itself has talked to other ranks, in the latest attempt.
         notes: What a user should know, each said once by whoever reads them.
     """
 
@@ -69,6 +70,7 @@ class StepWork:
         is_reduced: bool = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
         corrects_batchnorm: bool = True,
+        defers_logs: bool = False,
         rules: dict[str, Rule] | None = None,
     ) -> None:
         """Put the parts together.
@@ -85,6 +87,8 @@ class StepWork:
             is_reduced: Gradients are reduced over the ranks after this batch.
             loss_reduction: How the loss of a batch comes about from those of its samples.
             corrects_batchnorm: Count statistics once per batch.
+            defers_logs: Log after the attempt that worked also if the batch was used whole: for values that are
+                reduced over ranks as they are logged.
             rules: How logged values are put together.
         """
         self.states, self.logs = states, logs
@@ -92,11 +96,13 @@ class StepWork:
         self._backward, self._zero_grad = backward, zero_grad
         self._ranks, self._is_reduced = ranks, is_reduced
         self._loss_reduction, self._corrects_batchnorm = loss_reduction, corrects_batchnorm
+        self._defers_logs = defers_logs or ranks is not None
         self.rules = {} if rules is None else rules
         self._gradients: GradientStates | None = None
         self._has_zeroed = zero_grad is None
         self._logged: list[LogCall] = []
         self.phase = "forward"
+        self.has_talked = False
         self.notes: list[str] = []
 
     def save(self) -> None:
@@ -128,10 +134,14 @@ class StepWork:
             What the step gave for the batch.
         """
         self.phase = "forward"
-        with nullcontext() if self._ranks is None or self._backward is None else self._ranks.without_sync():
-            if len(split.microbatches) == 1 and self._ranks is None:
-                return self._pass(split.microbatches[0], 1.0, True, True)
-            return self._run_parts(split)
+        before = num_collectives()
+        try:
+            with nullcontext() if self._ranks is None or self._backward is None else self._ranks.without_sync():
+                if len(split.microbatches) == 1 and not self._defers_logs:
+                    return self._pass(split.microbatches[0], 1.0, True, True)
+                return self._run_parts(split)
+        finally:
+            self.has_talked = num_collectives() != before
 
     def _run_parts(self, split: Split) -> Any:
         """In microbatches, or whole with nothing logged before all ranks are done."""
@@ -213,6 +223,8 @@ class StepWork:
         with nullcontext() if self._ranks is None or self._backward is None else self._ranks.without_sync():
             try:
                 for microbatch, weight in zip(microbatches, weights, strict=True):
+                    # A buffer that a pass moves and uses would make each pass another function.
+                    self.states.buffers.put_back()
                     self.phase = "forward"
                     calls.begin_microbatch()
                     logged.append(self.logs.begin())
