@@ -23,6 +23,7 @@ from lightning_gpufeed.hdf5.inspection import inspect_file
 from lightning_gpufeed.hdf5.journal import Journal
 from lightning_gpufeed.hdf5.report import Advice
 from lightning_gpufeed.hdf5.writer import PackProgress, PackReport, pack
+from tests.doubles import thin_package
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,10 +66,10 @@ def run(capsys):
     return call
 
 
-def start(*argv, pause_seconds=0.0, **options):
+def start(*argv, pause_seconds=0.0, path=ROOT, **options):
     """Start the command as its own process, as the installed script does."""
     script = "import sys; from lightning_gpufeed.cli import main; sys.exit(main())"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PAUSE_SECONDS": str(pause_seconds)}
+    environment = {**os.environ, "PYTHONPATH": str(path), "PAUSE_SECONDS": str(pause_seconds)}
     # A suite that a shell started in the background ignores Ctrl-C, and so would what it starts.
     return subprocess.Popen(
         [sys.executable, "-c", script, *argv],
@@ -76,6 +77,12 @@ def start(*argv, pause_seconds=0.0, **options):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
+
+
+@pytest.fixture
+def thin(tmp_path):
+    """A path for `start` where the package is without its root module, which imports Lightning and takes seconds."""
+    return thin_package(tmp_path / "thin")
 
 
 def keys_of(path):
@@ -501,10 +508,12 @@ def read_terminal(terminal):
     return found.decode()
 
 
-def test_on_a_terminal_a_bar_shows_rate_and_time_left():
+def test_on_a_terminal_a_bar_shows_rate_and_time_left(thin):
     Path("slow.py").write_text(SLOW_DATASET)
     own, its = pty.openpty()
-    with start("pack", "slow:Slow", "out.h5", pause_seconds=0.003, stdout=subprocess.PIPE, stderr=its) as process:
+    with start(
+        "pack", "slow:Slow", "out.h5", pause_seconds=0.003, path=thin, stdout=subprocess.PIPE, stderr=its
+    ) as process:
         os.close(its)
         shown = read_terminal(own)
         os.close(own)
@@ -515,10 +524,11 @@ def test_on_a_terminal_a_bar_shows_rate_and_time_left():
     assert out.startswith("out.h5: 640 samples, ")
 
 
-def test_an_interrupted_pack_keeps_what_it_has_and_the_same_command_goes_on():
+def test_an_interrupted_pack_keeps_what_it_has_and_the_same_command_goes_on(thin):
+    options = {"path": thin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     Path("slow.py").write_text(SLOW_DATASET)
     command = ("pack", "slow:Slow", "out.h5")
-    with start(*command, pause_seconds=0.008, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start(*command, pause_seconds=0.008, **options) as process:
         deadline = time.monotonic() + 60
         while not (journal := Journal.load(Path("out.h5.partial.json"))) or not journal.position:
             assert process.poll() is None, process.stderr.read()
@@ -533,7 +543,7 @@ def test_an_interrupted_pack_keeps_what_it_has_and_the_same_command_goes_on():
     )
     assert "Traceback" not in err
     assert not Path("out.h5").exists()
-    with start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start(*command, **options) as process:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert re.match(r"out\.h5: 640 samples, .*, going on after \d+ that an interrupted run had dealt with\n", out)

@@ -1,66 +1,92 @@
-"""Every example runs as a user would run it: as a script of its own."""
+"""Every example runs as a user would run it: as a script of its own.
+
+They are started together, for they wait much of the time: for a loader that is slow on purpose, or for imports.
+"""
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-# These need data from outside, or are parts of another.
-APART = ["fashion_mnist.py", "fetch_fashion_mnist.py"]
+# What it fetches from outside is replaced: it runs over files of that kind.
+DEMO = "fashion_mnist.py"
+# A part of another.
+APART = ["fetch_fashion_mnist.py"]
+SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name not in APART)
 
 
-def run(script: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in APART])
-def test_the_example_runs(script):
-    assert run(script)
-
-
-def test_the_plain_loop_learns_and_continues_where_it_stopped():
-    output = run("plain_pytorch_loop.py")
-    losses = [float(number) for number in re.findall(r"epoch \d: loss ([\d.]+)", output)]
-    assert losses[-1] < 0.1
-    assert "stopped in epoch 3 after 640 samples" in output
-
-
-def write_idx_gz(path: Path, array) -> None:
-    import gzip
-
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(gzip.compress(header + array.tobytes(), 1))
-
-
-def test_the_demo_packs_inspects_and_learns_files_of_mnists_kind(tmp_path):
-    """The demo itself on a small stand-in: what it fetches is replaced, what it does is not."""
-    import numpy as np
-
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of MNIST's kind, so small that they are learned in seconds."""
+    folder = tmp_path_factory.mktemp("demo")
     rng = np.random.default_rng(0)
     for split, count in (("train", 600), ("t10k", 200)):
         labels = rng.integers(0, 10, count, dtype=np.uint8)
         images = rng.integers(0, 50, (count, 28, 28), dtype=np.uint8)
         images[np.arange(count), labels * 2 + 3] = 255
-        write_idx_gz(tmp_path / f"{split}-images-idx3-ubyte.gz", images)
-        write_idx_gz(tmp_path / f"{split}-labels-idx1-ubyte.gz", labels)
-    output = run("fashion_mnist.py", "--epochs", "12", "--data", str(tmp_path))
-    assert f"found in {tmp_path}" in output
+        write_idx_gz(folder / f"{split}-images-idx3-ubyte.gz", images)
+        write_idx_gz(folder / f"{split}-labels-idx1-ubyte.gz", labels)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def output_of(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Start all scripts; gives what one of them printed, once it has ended well."""
+    logs = tmp_path_factory.mktemp("examples")
+    arguments = {DEMO: ["--epochs", "12", "--data", str(demo_folder)]}
+    # With tensors this small, and several scripts at once, a team of threads would only wait for its slowest member.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    for script in SCRIPTS:
+        with (logs / f"{script}.out").open("wb") as out, (logs / f"{script}.err").open("wb") as err:
+            processes[script] = subprocess.Popen(
+                [sys.executable, ROOT / "examples" / script, *arguments.get(script, [])],
+                env=environment,
+                stdout=out,
+                stderr=err,
+            )
+
+    def wait(script: str) -> str:
+        code = processes[script].wait(timeout=110)
+        assert code == 0, (logs / f"{script}.err").read_text()
+        return (logs / f"{script}.out").read_text()
+
+    yield wait
+    for process in processes.values():
+        process.kill()
+        process.wait(timeout=30)
+
+
+def write_idx_gz(path: Path, array: np.ndarray) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes(), 1))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_example_runs(output_of, script):
+    assert output_of(script)
+
+
+def test_the_plain_loop_learns_and_continues_where_it_stopped(output_of):
+    output = output_of("plain_pytorch_loop.py")
+    losses = [float(number) for number in re.findall(r"epoch \d: loss ([\d.]+)", output)]
+    assert losses[-1] < 0.1
+    assert "stopped in epoch 3 after 640 samples" in output
+
+
+def test_the_demo_packs_inspects_and_learns_files_of_mnists_kind(output_of, demo_folder):
+    """The demo itself on a small stand-in: what it fetches is replaced, what it does is not."""
+    output = output_of(DEMO)
+    assert f"found in {demo_folder}" in output
     assert "$ gpufeed pack" in output
     assert "$ gpufeed inspect" in output
     accuracy = float(re.search(r"test accuracy +([\d.]+) %", output)[1])

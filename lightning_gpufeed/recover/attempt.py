@@ -238,7 +238,7 @@ class Recovery:
             work.undo()
             raise OOMRecoveryError(
                 f"OOMRecovery cannot work here: {TALKS}. A rank that runs out of memory in it cannot do it again "
-                f"alone. Expected collectives outside training_step only (self.log(sync_dist=True) is none of those); train "
+                f"alone. Expected collectives outside training_step only (self.log(sync_dist=True) may be there); train "
                 f"without OOMRecovery, or gather outside."
             )
         if numbers[1]:

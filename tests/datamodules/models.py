@@ -6,6 +6,7 @@ which samples it saw, in which order; for the loss the number is taken modulo th
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import Sampler
@@ -23,6 +25,10 @@ from torch.utils.data import Sampler
 from lightning_gpufeed.hdf5.order import FullShuffle, Shuffle
 
 NUM_CLASSES = 3
+
+# Every Trainer looks through all installed packages for callbacks that they bring along: in most tests that is a
+# fifth of the time of a training, and what is installed does not change while tests run.
+registry.entry_points = functools.cache(registry.entry_points)
 
 
 def write_images(

@@ -8,6 +8,7 @@ then asks for the training loader before it has restored its loops, and forgets 
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -52,7 +53,9 @@ class Run:
         trainer.fit(model, H5ImageDataModule(self.files[0], val=self.files[1], **data), ckpt_path=checkpoint)
         return trainer
 
-    def position(self, checkpoint: Path) -> tuple[int, int]:
+    @staticmethod
+    @functools.cache
+    def position(checkpoint: Path) -> tuple[int, int]:
         """Epoch and samples of it used before the checkpoint."""
         state = torch.load(checkpoint, weights_only=True)["H5ImageDataModule"]["train"]
         return state["epoch"], state["samples_consumed"]
@@ -130,8 +133,8 @@ def test_resuming_with_a_one_cycle_schedule_equals_no_interruption(tmp_path, fil
     assert len(ends) == 10 + 2 + 2
 
 
-@pytest.mark.parametrize("reads_estimate", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 8, 30])
+# That a checkpoint of any kind is found with and without `reads_estimate` is held above; here are other sizes.
+@pytest.mark.parametrize(("batch_size", "reads_estimate"), [(1, True), (8, False), (8, True), (30, False)])
 def test_another_batch_size_sees_exactly_the_remaining_samples_and_then_full_epochs(
     tmp_path, files, batch_size, reads_estimate
 ):
@@ -154,8 +157,9 @@ def test_another_batch_size_sees_exactly_the_remaining_samples_and_then_full_epo
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("reads_estimate", [False, True])
-@pytest.mark.parametrize("first", ["step-02", "step-07", "epoch-0"])
+@pytest.mark.parametrize(
+    ("first", "reads_estimate"), [("step-02", True), ("step-07", False), ("step-07", True), ("epoch-0", True)]
+)
 def test_resuming_again_and_again_with_other_sizes_sees_every_sample_of_every_epoch_once(
     tmp_path, files, first, reads_estimate
 ):
@@ -163,7 +167,8 @@ def test_resuming_again_and_again_with_other_sizes_sees_every_sample_of_every_ep
     # epoch too few in the checkpoints that it writes then, over any loader.
     full = Run(files, tmp_path / "saved", Recorder(reads_estimate=reads_estimate), {}, max_epochs=3)
     wrong = []
-    for size in (2, 5):
+    # 3 divides the 18 samples of an epoch and not the 10 that are left after step 2 or 7; with 5 it is the other way.
+    for size in (3, 5):
         folder = tmp_path / f"again_{size}"
         data = {"batch_size": size, "eval_batch_size": BATCH_SIZE}
         full.resume(

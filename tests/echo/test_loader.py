@@ -339,7 +339,10 @@ def test_workers_feed_several_epochs(persistent_workers, num_splits):
         loader._iterator._shutdown_workers()
 
 
-def test_a_worker_that_fails_is_heard_of_after_the_batches_before():
+def test_a_worker_that_fails_is_heard_of_after_the_batches_before(monkeypatch):
+    # A worker that failed does not end when it is told to: torch waits for it so long, and then ends it.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+
     def fail_at_eight(samples: list[int]) -> torch.Tensor:
         if 8 in samples:
             raise ValueError("sample 8 is bad")

@@ -26,6 +26,7 @@ from lightning_gpufeed.hdf5.quantize import Affine
 from lightning_gpufeed.hdf5.sources import FieldSpec, RowError, SourceRows, blocks
 from lightning_gpufeed.hdf5.sources.blocks import shuffled_order
 from lightning_gpufeed.hdf5.writer import pack, verify
+from tests.doubles import thin_package
 
 KIB = 1024
 
@@ -683,26 +684,20 @@ def test_verify_notices_a_dataset_that_was_changed_after_packing(tmp_path, chang
 
 # -- with processes: a program sees the engine without Lightning, whose import takes seconds
 
-PACKAGE = Path(lightning_gpufeed.__file__).parent
-
 
 @pytest.fixture
 def program(tmp_path):
     """Start programs; those still running at the end are killed."""
-    thin = tmp_path / "thin" / "lightning_gpufeed"
-    thin.mkdir(parents=True)
-    (thin / "__init__.py").write_text(
-        f"__path__ = [{str(PACKAGE)!r}]\n__version__ = {lightning_gpufeed.__version__!r}\n"
-    )
+    thin = thin_package(tmp_path / "thin")
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-        script = thin.parent / "program.py"
+        script = thin / "program.py"
         script.write_text(code)
         process = subprocess.Popen(
             [sys.executable, script, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(thin.parent), **environment},
-            cwd=thin.parent,  # not the checkout: the server of decoding processes would find its package
+            env={**os.environ, "PYTHONPATH": str(thin), **environment},
+            cwd=thin,  # not the checkout: the server of decoding processes would find its package
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
