@@ -44,10 +44,15 @@ class EmergencyCheckpoint:
             self._write(path)
         except Exception as error:
             return f"No emergency checkpoint could be written ({type(error).__name__}: {error}). {self.last_good()}"
-        lost = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
+        lost = self._num_in_window()
         plural = "" if lost == 1 else "es"
         window = f"; without the gradients of the {lost} batch{plural} before it in its accumulation window"
         return f"The training as it was before this batch is saved in {path}{window if lost else ''}"
+
+    def _num_in_window(self) -> int:
+        """Batches before this one in its accumulation window."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return int(loop.batch_progress.current.completed % self._trainer.accumulate_grad_batches)
 
     def _write(self, path: Path) -> None:
         """Straight to a file aside, without the copy in memory that Lightning makes first."""
@@ -55,7 +60,7 @@ class EmergencyCheckpoint:
         aside = path.with_name(path.name + ".part")
         try:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            _count_back(checkpoint["loops"]["fit_loop"])
+            _count_back(checkpoint["loops"]["fit_loop"], is_in_window=self._num_in_window() > 0)
             torch.save(checkpoint, aside)
             os.replace(aside, path)
         finally:
@@ -78,10 +83,12 @@ class EmergencyCheckpoint:
         return f"The last good checkpoint is {max(there, key=os.path.getmtime)}"
 
 
-def _count_back(loop: dict[str, Any]) -> None:
+def _count_back(loop: dict[str, Any], *, is_in_window: bool) -> None:
     """Of a batch that has begun nothing is counted: as between two batches."""
-    batches = loop["epoch_loop.batch_progress"]
     steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-    for progress in (batches, steps["step"], steps["zero_grad"]):
+    for progress in (loop["epoch_loop.batch_progress"], steps["step"]):
         for counts in (progress["total"], progress["current"]):
             counts.update(dict.fromkeys(counts, counts["completed"]))
+    for part in ("total", "current"):  # gradients are zeroed at the begin of each window
+        counts = steps["zero_grad"][part]
+        counts.update(dict.fromkeys(counts, steps["step"][part]["completed"] + is_in_window))

@@ -35,7 +35,7 @@ from lightning_gpufeed.recover.logged import Rule
 from lightning_gpufeed.recover.plan import RetryPlan
 from lightning_gpufeed.recover.ranks import RankGuard, obstacle_to_guard
 from lightning_gpufeed.recover.report import OOMEvent, summary_line
-from lightning_gpufeed.recover.split_batch import BatchSplitter
+from lightning_gpufeed.recover.split_batch import BatchSplitter, changed_in_place
 from lightning_gpufeed.recover.states import ModuleStates
 from lightning_gpufeed.recover.work import StepWork
 
@@ -63,7 +63,8 @@ class OOMRecovery(Callback):
     an accumulation window and the random generators are what they were before it, so dropout masks repeat.
 
     What stays bitwise equal to training without this callback: everything, as long as no batch is split; also when a
-    batch fits at the second try. What is equal up to rounding: a batch in microbatches. What is not: outputs of batch
+    batch fits at the second try (with more than two ranks: up to the order in which their gradients are added). What is
+    equal up to rounding: a batch in microbatches. What is not: outputs of batch
     normalisation, which sees microbatches (its running statistics are counted once per batch, see
     `correct_batchnorm`); dropout masks of a batch that is split; buffers that a step changes by itself, which change
     once per microbatch. A loss that is no mean over samples is found out at the first split, and refused.
@@ -309,16 +310,16 @@ class OOMRecovery(Callback):
             corrects_batchnorm=self.correct_batchnorm,
         )
 
-    def _undo_batch(self) -> bool:
-        """Let the closure run again, if it was done."""
-        # Several ranks have agreed already that this batch is done.
-        has_agreed = self._vote is not None and self._vote.num_ranks > 1
-        if self._closure is None or not self._closure.is_done or self._work is None or has_agreed:
-            return False
+    def _undo_batch(self) -> str:
+        """Make everything what it was before the batch; why its closure cannot run again, if it cannot."""
+        if self._closure is None or self._work is None:
+            return "it is not known which batch this was"
         self._work.undo()
         self._closure._result = None  # its loss holds the graph
         self._is_again = True
-        return True
+        if self._vote is not None and self._vote.num_ranks > 1:
+            return "the other ranks have agreed already that this batch is done"
+        return changed_in_place(self._work.guard) if self._work.guard is not None else ""
 
     # What happened -----------------------------------------------------------------------------------------
 
@@ -335,7 +336,8 @@ class OOMRecovery(Callback):
 
     def _on_give_up(self, trainer: Trainer, stage: str) -> str:
         """Everything is as it was before the batch."""
-        return EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint).save() if stage == "fit" else ""
+        is_of_training = stage == "fit" or (trainer.validating and trainer.state.fn == "fit")
+        return EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint).save() if is_of_training else ""
 
     def _summarise(self) -> None:
         if self.events:

@@ -12,7 +12,7 @@ from lightning_gpufeed.callbacks.trainer_step import reset_scaler
 from lightning_gpufeed.device.headroom import describe_memory, free_bytes, release
 from lightning_gpufeed.errors import OOMRecoveryError
 from lightning_gpufeed.recover.classify import Kind, classify
-from lightning_gpufeed.recover.failure import Failure, forget, note_failure
+from lightning_gpufeed.recover.failure import Failure, add_advice, forget, note_failure
 from lightning_gpufeed.recover.report import OOMEvent
 from lightning_gpufeed.recover.update import GuardedStep, UpdateFailed
 
@@ -38,7 +38,7 @@ class RecoveredUpdate:
         *,
         is_active: Callable[[], bool],
         is_past_backward: Callable[[], bool],
-        undo_batch: Callable[[], bool],
+        undo_batch: Callable[[], str],
         on_event: Callable[[OOMEvent], None],
     ) -> None:
         """Take the place of `strategy.optimizer_step`.
@@ -48,7 +48,7 @@ class RecoveredUpdate:
             emergency: What is done before an error is raised.
             is_active: Whether to recover at all.
             is_past_backward: Whether the closure has run to its end.
-            undo_batch: Makes everything what it was before the batch, so that the closure can run again; False if that
+            undo_batch: Makes everything what it was before the batch, so that the closure can run again; says why that
                 cannot be.
             on_event: Told of what was recovered.
         """
@@ -91,12 +91,14 @@ class RecoveredUpdate:
             except UpdateFailed as error:
                 stopped: UpdateFailed | None = error
             except Exception as error:
-                if not self._is_out_of_memory(error) or not self._is_past_backward():
-                    raise
-                if num_failures == MAX_FAILURES or not self._undo_batch():
-                    self._note_on(error, num_failures + 1)
-                    raise
                 diagnosis = classify(error, self._device.type)
+                if not self._is_out_of_memory(error) or not self._is_past_backward():
+                    add_advice(error, diagnosis)
+                    raise
+                obstacle = self._undo_batch()
+                if num_failures == MAX_FAILURES or obstacle:
+                    self._note_on(error, num_failures + 1, obstacle)
+                    raise
                 failure = note_failure(error, diagnosis, "between backward and optimizer step", self._device)
                 stopped = None
             else:
@@ -111,13 +113,13 @@ class RecoveredUpdate:
             release(self._device)
             reset_scaler(self._trainer, optimizer)
 
-    def _note_on(self, error: BaseException, num_failures: int) -> None:
+    def _note_on(self, error: BaseException, num_failures: int, obstacle: str) -> None:
         """What a user should know of an error that is raised."""
-        is_undone = self._undo_batch()
-        saved = self._emergency.save() if is_undone else self._emergency.last_good()
+        saved = self._emergency.save()
+        times = "once" if num_failures == 1 else f"{num_failures} times"
         error.add_note(
-            f"OOMRecovery could not cure this: out of memory between backward and the optimizer step, {num_failures} "
-            f"time{'' if num_failures == 1 else 's'}; nothing of this step was applied.\n"
+            f"OOMRecovery could not cure this: out of memory between backward and the optimizer step, {times}"
+            f"{f'; {obstacle}' if obstacle else ''}; nothing of this step was applied.\n"
             f"Memory: {describe_memory(self._device)}\n{saved}."
         )
 

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gpufeed.recover.logged import LogCall
@@ -57,9 +63,10 @@ def obstacle_to_recovery(trainer: Trainer, pl_module: LightningModule, *, is_tra
         A reason with its cure, or None.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+    has_own_steps = isinstance(strategy, DeepSpeedStrategy | XLAStrategy | SingleDeviceXLAStrategy)
+    if has_own_steps or not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         return (
-            f"{type(strategy).__name__} keeps parts of the model on other ranks, which cannot be asked to repeat; "
+            f"{type(strategy).__name__} does steps, or keeps parts of the model, in ways that cannot be repeated; "
             f"expected one device or DDPStrategy"
         )
     if not is_training:

@@ -96,7 +96,7 @@ def release(device: torch.device) -> None:
     """
     gc.collect()
     if device.type == "cpu":
-        # Freed blocks below the mapping threshold stay in the heap of the C library and count against a limit.
+        # Freed blocks below the mapping threshold stay in the heap of the C library, with all their pages.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
         if trim is not None:
             trim(0)

@@ -11,7 +11,7 @@ __all__ = ["HostCopies"]
 
 
 class HostCopies:
-    """Values of some tensors at one moment, in host memory.
+    """Values of some tensors at one moment, in host memory that is used again for the next moment.
 
     ::
 
@@ -21,33 +21,51 @@ class HostCopies:
     On the CPU they are copied at once.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy.
+    def __init__(self) -> None:
+        """Nothing is copied yet."""
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._done: Any = None
+        self._stream: Any = None
+
+    @torch.no_grad()
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to copy; what was copied before is lost.
 
         Args:
             tensors: On one device. They must not be changed before `before_change` was called.
         """
+        if self._done is not None:
+            self._done.synchronize()  # of the last time; long over
         self._tensors = list(tensors)
-        self._done: Any = None
+        earlier = self._copies
+        self._copies = [
+            earlier[i] if i < len(earlier) and _fits(earlier[i], tensor) else _host_memory(tensor)
+            for i, tensor in enumerate(self._tensors)
+        ]
         device = self._tensors[0].device if self._tensors else torch.device("cpu")
         if device.type == "cpu":
-            self._copies = [tensor.detach().clone() for tensor in self._tensors]
+            self._done = None
+            self._copy()
             return
-        module = torch.get_device_module(device)
-        stream = module.Stream(device)
-        stream.wait_stream(module.current_stream(device))
-        with module.stream(stream):
-            self._copies = [self._to_host(tensor.detach()) for tensor in self._tensors]
-            self._done = stream.record_event()
+        self._module, self._device = torch.get_device_module(device), device
+        if self._stream is None:
+            self._stream = self._module.Stream(device)
+        self._stream.wait_stream(self._module.current_stream(device))
+        with self._module.stream(self._stream):
+            self._copy()
+            self._done = self._stream.record_event()
         for tensor in self._tensors:
-            tensor.record_stream(stream)
-        self._module, self._device = module, device
+            if tensor.layout is torch.strided:
+                tensor.record_stream(self._stream)
 
-    @staticmethod
-    def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor.cpu()
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    def _copy(self) -> None:
+        dense = [i for i, tensor in enumerate(self._tensors) if tensor.layout is torch.strided]
+        if dense:
+            torch._foreach_copy_([self._copies[i] for i in dense], [self._tensors[i] for i in dense], non_blocking=True)
+        for i, tensor in enumerate(self._tensors):
+            if tensor.layout is not torch.strided:
+                self._copies[i] = tensor.detach().to("cpu", copy=True)
 
     def before_change(self) -> None:
         """Let the current stream wait until all is copied; the host does not wait."""
@@ -61,3 +79,15 @@ class HostCopies:
             self._done.synchronize()
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)
+
+
+def _fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or copy.layout is not torch.strided:
+        return False
+    return copy.shape == tensor.shape and copy.dtype == tensor.dtype and copy.stride() == tensor.stride()
+
+
+def _host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return torch.empty(0, device="cpu")  # replaced by a copy
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

@@ -19,10 +19,10 @@ from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.errors import OOMRecoveryError
 from lightning_gpufeed.recover.batch_reading import described
 from lightning_gpufeed.recover.classify import Diagnosis, Kind, classify
-from lightning_gpufeed.recover.failure import Failure, forget, note_failure
+from lightning_gpufeed.recover.failure import Failure, add_advice, forget, note_failure
 from lightning_gpufeed.recover.plan import RetryPlan
 from lightning_gpufeed.recover.report import OOMEvent, bytes_text
-from lightning_gpufeed.recover.split_batch import BatchGuard, BatchSplitter, Split
+from lightning_gpufeed.recover.split_batch import BatchGuard, BatchSplitter, Split, changed_in_place
 from lightning_gpufeed.recover.split_check import check_split
 from lightning_gpufeed.recover.work import StepWork
 
@@ -95,7 +95,11 @@ class Recovery:
         Raises:
             OOMRecoveryError: The batch cannot be trained on in parts, or another rank cannot go on.
         """
-        guard = BatchGuard(batch)
+        if work.guard is None:
+            work.guard = BatchGuard(batch)
+        else:  # done again from its begin
+            batch = work.guard.restored()
+        guard = work.guard
         work.save()
         split = self._split(batch, None)
         failures: _Failures = []
@@ -162,8 +166,7 @@ class Recovery:
         except Exception as error:
             diagnosis = classify(error, self.device.type)
             if not self._may_retry(diagnosis):
-                if diagnosis.advice:
-                    error.add_note(f"OOMRecovery: not an error to retry after; {diagnosis.advice}")
+                add_advice(error, diagnosis)
                 if is_retry:
                     error.add_note(
                         f"OOMRecovery: this came when a batch that had run out of memory was done again, "
@@ -238,10 +241,12 @@ class Recovery:
             work.undo()
             raise OOMRecoveryError(
                 f"OOMRecovery cannot work here: {TALKS}. A rank that runs out of memory in it cannot do it again "
-                f"alone. Expected collectives outside training_step only (self.log(sync_dist=True) may be there); train "
-                f"without OOMRecovery, or gather outside."
+                f"alone. Expected collectives outside training_step only (self.log(sync_dist=True) may be there); "
+                f"train without OOMRecovery, or gather outside."
             )
         if numbers[1]:
+            work.undo()
+            self._on_give_up()
             raise OOMRecoveryError(
                 "another rank has stopped with an error while this one was in the same step; its own message says why."
             )
@@ -283,12 +288,9 @@ class Recovery:
 
     def _obstacle(self, guard: BatchGuard, failures: list[Failure | None]) -> str:
         """Why the batch may not be done again on this rank; empty if it may."""
-        changed = guard.changed_tensors()
+        changed = changed_in_place(guard)
         if changed:
-            return (
-                f"the batch cannot be done again, because {', '.join(changed)} was changed in place; write "
-                f"x = x - mean in the place of x.sub_(mean)"
-            )
+            return changed
         is_probable = [failure is not None and failure.kind is Kind.PROBABLE for failure in failures]
         return "it came again after memory was released" if is_probable[-2:] == [True, True] else ""
 

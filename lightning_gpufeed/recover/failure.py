@@ -10,7 +10,7 @@ import torch
 from lightning_gpufeed.device.headroom import free_bytes
 from lightning_gpufeed.recover.classify import Diagnosis, Kind
 
-__all__ = ["Failure", "forget", "note_failure"]
+__all__ = ["Failure", "add_advice", "forget", "note_failure"]
 
 
 @dataclass(eq=False)
@@ -66,3 +66,15 @@ def note_failure(error: BaseException, diagnosis: Diagnosis, phase: str, device:
     """
     lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:])
     return Failure(error, phase, diagnosis.requested_bytes, free_bytes(device), "".join(lines).rstrip(), diagnosis.kind)
+
+
+def add_advice(error: BaseException, diagnosis: Diagnosis) -> None:
+    """Let an error that no retry can cure say what can, once.
+
+    Args:
+        error: It.
+        diagnosis: Of it.
+    """
+    note = f"OOMRecovery: not an error to retry after; {diagnosis.advice}"
+    if diagnosis.advice and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

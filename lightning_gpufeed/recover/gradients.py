@@ -19,16 +19,20 @@ class GradientStates:
     nothing on the device could tell what.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: HostCopies | None = None) -> None:
         """Note them.
 
         Args:
             parameters: All that may have a gradient.
+            copies: Host memory of an earlier batch, to be used again.
         """
         self._parameters = parameters
         self._gradients = [parameter.grad for parameter in parameters]
         present = [gradient for gradient in self._gradients if gradient is not None]
-        self._copies = HostCopies(present) if present else None
+        self._copies: HostCopies | None = None
+        if present:
+            self._copies = copies or HostCopies()
+            self._copies.take(present)
 
     def before_change(self) -> None:
         """To be called before anything is added: the device finishes copying first."""

@@ -97,6 +97,8 @@ def _merged(values: list[Any], pieces: _Pieces, path: str) -> Any:
         return _merged_sequences(values, pieces, path)
     if is_container(first) and not is_opaque(first):
         return _merged_parts(values, pieces, path)
+    if type(first) is int and values == list(pieces.sizes):
+        return sum(values)  # how many samples the microbatch has
     if not all(_is_equal(first, value) for value in values):
         raise ValueError(f"{path} is {_shown(values)}; only what is equal in each microbatch can be put together.")
     return first
@@ -115,6 +117,8 @@ def _merged_tensors(values: list[torch.Tensor], pieces: _Pieces, path: str) -> t
     if first.ndim:
         return as_same_class(torch.cat(values), first)
     if not (first.dtype.is_floating_point or first.dtype.is_complex):
+        if [int(value) for value in values] == list(pieces.sizes):
+            return sum(values[1:], start=first)  # how many samples the microbatch has
         if all(bool(value == first) for value in values):
             return first
         raise ValueError(f"{path} is {_shown(values)}; whole numbers have no mean, so they have to be equal.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,6 +36,10 @@ def _values(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> list[nn.
     return [value for value in values if isinstance(value, Metric | MetricCollection)]
 
 
+def _copied(grouping: Any) -> Any:
+    return {key: list(names) for key, names in grouping.items()} if isinstance(grouping, dict) else grouping
+
+
 class MetricStates:
     """States of metrics at one moment.
 
@@ -59,7 +62,7 @@ class MetricStates:
         kept: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         for metric in metrics:
             if isinstance(metric, MetricCollection):
-                grouping = {name: copy.deepcopy(getattr(metric, name)) for name in GROUPING if hasattr(metric, name)}
+                grouping = {name: _copied(vars(metric)[name]) for name in GROUPING if name in vars(metric)}
                 self._saved[id(metric)] = (metric, grouping, [])
                 continue
             attributes = dict(metric.__dict__)
@@ -96,7 +99,7 @@ class MetricStates:
         chosen = self._saved.values() if metrics is None else [self._saved[id(part)] for part in metrics]
         for metric, attributes, values in chosen:
             if isinstance(metric, MetricCollection):
-                metric.__dict__.update(copy.deepcopy(attributes))
+                metric.__dict__.update({name: _copied(value) for name, value in attributes.items()})
                 continue
             metric.__dict__.clear()
             metric.__dict__.update(attributes)

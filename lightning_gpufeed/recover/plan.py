@@ -44,6 +44,7 @@ class RetryPlan:
         self._patience: dict[int, int] = {}
         self._num_clean = 0
         self._is_on_trial = self._has_repeated = False
+        self._before_trial = (num_microbatches, 0)
 
     def num_for(self, num_samples: int) -> int:
         """Microbatches for a batch.
@@ -102,6 +103,7 @@ class RetryPlan:
         larger = max(self.fewest, self.num_microbatches // 2)
         if self._num_clean < self._patience_for(larger):
             return False
+        self._before_trial = (self.num_microbatches, self.found_samples)
         self.num_microbatches, self._num_clean, self._is_on_trial = larger, 0, True
         if larger == self.fewest:  # what the user asked for is a number, whatever the batch
             self.found_samples = 0
@@ -115,7 +117,17 @@ class RetryPlan:
         # One size that is too large by a little in every batch would be tried twice each time.
         self._has_repeated = not needs_more
         if needs_more:
+            before = self._before_trial if self._is_on_trial else None
             self.num_microbatches, self.found_samples = num_microbatches, num_samples
+            # What was known to fit before a trial on another size of batch still does.
+            if (
+                before is not None
+                and before[1]
+                and math.ceil(before[1] / before[0]) > math.ceil(num_samples / num_microbatches)
+            ):
+                is_below_failed = math.ceil(before[1] / before[0]) < math.ceil(num_samples / failed)
+                if is_below_failed:
+                    self.num_microbatches, self.found_samples = before
         self._num_clean, self._is_on_trial = 0, False
 
     def start_over(self) -> None:
@@ -141,6 +153,7 @@ class RetryPlan:
             "patience": dict(self._patience),
             "is_on_trial": self._is_on_trial,
             "has_repeated": self._has_repeated,
+            "before_trial": list(self._before_trial),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,3 +167,5 @@ class RetryPlan:
         self._num_clean = int(state["num_clean"])
         self._patience = {int(number): int(batches) for number, batches in state["patience"].items()}
         self._is_on_trial, self._has_repeated = bool(state["is_on_trial"]), bool(state["has_repeated"])
+        before, found = state["before_trial"]
+        self._before_trial = (max(self.fewest, int(before)), int(found))

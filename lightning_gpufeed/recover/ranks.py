@@ -26,6 +26,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpufeed.device.vote import HostVote
+from lightning_gpufeed.errors import OOMRecoveryError
 
 __all__ = ["RankGuard", "num_collectives", "obstacle_to_guard"]
 
@@ -146,8 +147,17 @@ class RankGuard:
         [any_gap] = self._vote.maximum(int(any(has_none)))
         if not any_gap:
             return
-        somewhere = self._vote.maximum(*[int(not gap) for gap in has_none])
-        for parameter, gap, is_somewhere in zip(parameters, has_none, somewhere, strict=True):
+        is_sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters]
+        somewhere = self._vote.maximum(*[int(not gap) for gap in has_none], *map(int, is_sparse), *map(int, has_none))
+        number = len(parameters)
+        if any(
+            sparse and gap for sparse, gap in zip(somewhere[number : 2 * number], somewhere[2 * number :], strict=True)
+        ):
+            raise OOMRecoveryError(
+                "a sparse gradient exists on some ranks only, which cannot be reduced (DDP refuses it as well); use "
+                "sparse=False, or use the embedding on every rank in every step."
+            )
+        for parameter, gap, is_somewhere in zip(parameters, has_none, somewhere[:number], strict=True):
             if gap and is_somewhere:
                 parameter.grad = torch.zeros_like(parameter)
 

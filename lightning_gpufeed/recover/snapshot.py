@@ -5,6 +5,8 @@ Gradients are in `gradients`, torchmetrics in `metrics`.
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import random
 from typing import Any
 
@@ -16,8 +18,30 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["BufferStates", "GeneratorStates"]
 
+MERSENNE_BYTES = 624 * 4 + 4
+"""Words of a Mersenne twister, and which is next."""
 LARGE_BYTES = 16 * 2**20
 SMALL_BYTES = 2**20
+
+
+class _NumpyState:
+    """State of numpy's global generator, read only when it has moved: reading makes a Python number of each word."""
+
+    words: bytes = b""
+    generator: Any = None
+    state: Any = None
+
+    @classmethod
+    def read(cls) -> Any:
+        """What `numpy.random.set_state` takes."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if not isinstance(generator, np.random.MT19937):
+            return np.random.get_state()
+        words = ctypes.string_at(generator.ctypes.state_address, MERSENNE_BYTES)
+        # A number of a normal distribution may be kept back (state[3]); making one moves the words first.
+        if generator is not cls.generator or words != cls.words or cls.state[3]:
+            cls.generator, cls.words, cls.state = generator, words, np.random.get_state()
+        return cls.state
 
 
 class GeneratorStates:
@@ -36,7 +60,7 @@ class GeneratorStates:
         on_device = None
         if self._device is not None:
             on_device = torch.get_device_module(self._device).get_rng_state(self._device)
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
+        return random.getstate(), _NumpyState.read(), torch.get_rng_state(), on_device
 
     def put_back(self) -> None:
         """Set them to what was read."""
@@ -87,6 +111,10 @@ class BufferStates:
         self._tensors: list[torch.Tensor | None] = [None] * number
         self._versions: list[int] = [-1] * number
         self._copies: list[torch.Tensor | None] = [None] * number
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._resting: list[int] = []
+        self._was_inference: bool | None = None
 
     @torch.no_grad()
     def save(self) -> None:
@@ -94,6 +122,10 @@ class BufferStates:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         is_inference = torch.is_inference_mode_enabled()
+        if self._is_same_as_before(is_inference):
+            if self._sources:
+                torch._foreach_copy_(self._targets, self._sources)
+            return
         for i, (owner, name) in enumerate(self._places):
             tensor = owner.get(name)
             if tensor is None or is_lazy(tensor) or (tensor.is_inference() and not is_inference):
@@ -128,13 +160,33 @@ class BufferStates:
             targets.append(copy)
         if sources:
             torch._foreach_copy_(targets, sources)
+        self._sources, self._targets, self._was_inference = sources, targets, is_inference
+        moving = {id(tensor) for tensor in sources}
+        self._resting = [i for i, tensor in enumerate(self._tensors) if tensor is not None and id(tensor) not in moving]
+
+    def _is_same_as_before(self, is_inference: bool) -> bool:
+        """Whether the same tensors are to be copied as at the last `save`, and no others have moved."""
+        if is_inference or self._was_inference is not False:
+            return False
+        found = [owner.get(name) for owner, name in self._places]
+        return all(map(operator.is_, found, self._tensors)) and not any(
+            self._has_moved(self._tensors[i], i) for i in self._resting
+        )
+
+    def _has_moved(self, tensor: torch.Tensor | None, i: int) -> bool:
+        return tensor is None or is_lazy(tensor) or tensor.is_inference() or tensor._version != self._versions[i]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Give the buffers the values of the last `save`, in the same tensors."""
+    def put_back(self, *, keeps_new: bool = False) -> None:
+        """Give the buffers the values of the last `save`, in the same tensors.
+
+        Args:
+            keeps_new: Leave those alone that were None.
+        """
         for i, (owner, name) in enumerate(self._places):
             tensor, copy = self._tensors[i], self._copies[i]
-            owner[name] = tensor
+            if tensor is not None or not keeps_new:
+                owner[name] = tensor
             if tensor is None or copy is None:
                 continue
             is_uncounted = self._is_moving[i] or tensor.is_inference() or torch.is_inference_mode_enabled()

@@ -31,7 +31,7 @@ from lightning_gpufeed.device.samples import (
 )
 from lightning_gpufeed.recover.batch_reading import BatchReader, Reading, is_opaque, type_name
 
-__all__ = ["BatchGuard", "BatchSplitter", "Split", "microbatch_sizes"]
+__all__ = ["BatchGuard", "BatchSplitter", "Split", "changed_in_place", "microbatch_sizes"]
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,24 @@ class BatchGuard:
             that every attempt can have a batch of its own.
         """
         return _restored(self._note)
+
+
+def changed_in_place(guard: BatchGuard) -> str:
+    """Why a batch cannot be done again.
+
+    Args:
+        guard: Of the batch.
+
+    Returns:
+        A reason with its cure; empty if it can.
+    """
+    changed = guard.changed_tensors()
+    if not changed:
+        return ""
+    return (
+        f"the batch cannot be done again, because {', '.join(changed)} was changed in place; write x = x - mean in the "
+        f"place of x.sub_(mean)"
+    )
 
 
 class _Note:

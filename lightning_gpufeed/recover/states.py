@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_gpufeed.device.host_copy import HostCopies
 from lightning_gpufeed.recover.metrics import MetricStates, find_metrics
 from lightning_gpufeed.recover.snapshot import BufferStates, GeneratorStates
 
@@ -30,6 +31,7 @@ class ModuleStates:
         self.module = module
         self._device = device
         self.metric_states = MetricStates()
+        self.gradient_copies = HostCopies()
         self._others: list[Any] = []
         self.refresh()
 
@@ -76,10 +78,17 @@ def without_randomness(module: nn.Module, *, is_all: bool = False) -> Iterator[N
     chosen = [
         part for part in module.modules() if part.training and (is_all or isinstance(part, _DropoutNd | _BatchNorm))
     ]
+    # Without statistics of its own it would look at its batch in evaluation too.
+    bare = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is None]
     for part in chosen:
         part.training = False
+    for norm in bare:
+        like = torch.empty(norm.num_features) if norm.weight is None else norm.weight.detach()
+        norm.running_mean, norm.running_var = torch.zeros_like(like), torch.ones_like(like)
     try:
         yield
     finally:
+        for norm in bare:
+            norm.running_mean = norm.running_var = None
         for part in chosen:
             part.training = True

@@ -76,6 +76,7 @@ class GuardedStep:
         has_begun: Whether the update itself is running: the closure has returned, the step has not. Keeps its value
             when the step raises, so that the error's phase is known; a step begins with False.
         num_careful_steps: How many steps took the slower road that needs little memory.
+        is_short: Whether the last step did, because no room was seen.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -115,6 +116,7 @@ class GuardedStep:
         self.on_event = on_event
         self.has_begun = False
         self.num_careful_steps = 0
+        self.is_short = False
         self._is_active = True
         self._temporary_key: Any = None
         self._temporary_bytes = 0
@@ -198,6 +200,17 @@ class _Step:
             result, failure = self._attempt(args, kwargs)
             if failure is not None:
                 result = self._repeat(failure, args, kwargs)
+            if self._cured is not None and self._guard.on_event is not None:
+                self._guard.on_event(REPEATED, self._cured)
+            return result
+        except UpdateFailed:
+            raise
+        except Exception as error:
+            # Python itself may run out of memory in between. To whoever is above this must not look like an error
+            # of the closure, which is answered by doing the batch again.
+            if self._guard.has_begun and self._guard.is_out_of_memory(error):
+                raise self._failed(error, is_clean=False) from error
+            raise
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -206,9 +219,6 @@ class _Step:
                 self._log.close()
                 for group, options in zip(self._groups, self._options, strict=False):
                     group.update((name, value) for name, value in options.items() if name == "foreach")
-        if self._cured is not None and self._guard.on_event is not None:
-            self._guard.on_event(REPEATED, self._cured)
-        return result
 
     def _attempt(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, BaseException | None]:
         """The step as it was found: its result, or the out-of-memory error of the update."""
@@ -231,6 +241,7 @@ class _Step:
             raise self._failed(failure, is_clean=False)
         self._before, self._cured = None, failure
         self._is_ready, self._is_repeated = False, True
+        headroom.release(self._guard.device)
         args, kwargs, _ = _with_closure(args, kwargs, 0, lambda _: lambda: self._loss)
         result, again = self._attempt(args, kwargs)
         if again is not None:
@@ -276,11 +287,14 @@ class _Step:
             self._save_everything()
 
     def _has_room(self, num_bytes: int) -> bool:
-        device = self._guard.device
-        if headroom.can_allocate(device, num_bytes):
-            return True
-        headroom.release(device)
-        return headroom.can_allocate(device, num_bytes)
+        guard, device = self._guard, self._guard.device
+        has_room = headroom.can_allocate(device, num_bytes)
+        # Collecting cycles takes a tenth of a second and more: not in every step of a training that is always short.
+        if not has_room and not guard.is_short:
+            headroom.release(device)
+            has_room = headroom.can_allocate(device, num_bytes)
+        guard.is_short = not has_room
+        return has_room
 
     def _save_everything(self) -> None:
         """For optimizers whose inner life is unknown: save all of it, then let the update run."""
@@ -291,7 +305,6 @@ class _Step:
 
     def _update_by_parameter(self) -> None:
         """Do the update here, and leave nothing to do for the one that follows."""
-        headroom.release(self._guard.device)
         update = _update_without_hooks(self._optimizer)
         try:
             with UndoLog(self._guard.device) as log:

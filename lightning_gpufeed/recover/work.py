@@ -23,7 +23,7 @@ from lightning_gpufeed.recover.gradients import GradientStates
 from lightning_gpufeed.recover.logged import LogCall, Rule, combine_calls
 from lightning_gpufeed.recover.metric_calls import MetricCalls
 from lightning_gpufeed.recover.ranks import RankGuard, num_collectives
-from lightning_gpufeed.recover.split_batch import Split
+from lightning_gpufeed.recover.split_batch import BatchGuard, Split
 from lightning_gpufeed.recover.states import ModuleStates
 
 __all__ = ["Logs", "StepWork"]
@@ -53,6 +53,7 @@ class StepWork:
 
     Attributes:
         phase: What was being done: "forward" or "backward".
+        guard: What the batch was like at first.
         has_talked: Whether the step itself has talked to other ranks, in the latest attempt.
         notes: What a user should know, each said once by whoever reads them.
     """
@@ -102,6 +103,7 @@ class StepWork:
         self._has_zeroed = zero_grad is None
         self._logged: list[LogCall] = []
         self.phase = "forward"
+        self.guard: BatchGuard | None = None
         self.has_talked = False
         self.notes: list[str] = []
 
@@ -112,7 +114,7 @@ class StepWork:
         self.states.save()
         self.logs.save()
         if self._backward is not None and self._has_zeroed:
-            self._gradients = GradientStates(self.states.parameters)
+            self._gradients = GradientStates(self.states.parameters, self.states.gradient_copies)
 
     def undo(self) -> None:
         """Make everything what it was before the batch; gradients what they were before it added to them."""
@@ -186,7 +188,7 @@ class StepWork:
         if not self._has_zeroed and self._zero_grad is not None:
             self._zero_grad()
             self._has_zeroed = True
-            self._gradients = GradientStates(self.states.parameters)
+            self._gradients = GradientStates(self.states.parameters, self.states.gradient_copies)
         self.phase = "backward"
         if self._gradients is not None:
             self._gradients.before_change()
@@ -224,7 +226,7 @@ class StepWork:
             try:
                 for microbatch, weight in zip(microbatches, weights, strict=True):
                     # A buffer that a pass moves and uses would make each pass another function.
-                    self.states.buffers.put_back()
+                    self.states.buffers.put_back(keeps_new=True)
                     self.phase = "forward"
                     calls.begin_microbatch()
                     logged.append(self.logs.begin())
