@@ -26,6 +26,7 @@ from lightning_gpufeed.callbacks.trainer_step import (
     obstacle_to_recovery,
     take_step_over,
     with_batch,
+    zero_grad_once,
 )
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.hdf5.arguments import whole_number
@@ -183,14 +184,14 @@ class OOMRecovery(Callback):
             return
         self._vote = HostVote(getattr(trainer.strategy, "_timeout", None))
         if self.mode == "shrink_loader":
-            self._shrinker = LoaderShrinker(trainer, pl_module, str(self.scale_lr))
+            self._shrinker = LoaderShrinker(trainer, str(self.scale_lr), self.state_key)
             self._undo.append(self._shrinker.remove)
         self._undo.append(take_step_over(trainer, partial(self._make_closure, trainer, pl_module)))
         self._update = RecoveredUpdate(
             trainer,
             EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint),
             is_active=partial(self._is_active, trainer),
-            is_past_backward=lambda: self._closure is not None and self._closure.is_done,
+            closure=lambda: self._closure,
             undo_batch=self._undo_batch,
             on_event=partial(self._on_event, trainer),
         )
@@ -271,6 +272,7 @@ class OOMRecovery(Callback):
     ) -> Closure:
         if not self._is_active(trainer) or own._backward_fn is None:
             return own
+        self._is_again = False
         self._closure = RecoveringClosure(own, kwargs, batch_idx, partial(self._train, trainer, pl_module))
         return self._closure
 
@@ -304,7 +306,7 @@ class OOMRecovery(Callback):
             forward=forward,
             put_together=lambda results, split: merge_results(results, split, self.loss_reduction, self._on_note),
             backward=backward,
-            zero_grad=closure._zero_grad_fn,
+            zero_grad=zero_grad_once(closure, loop),
             is_reduced=not trainer.fit_loop._should_accumulate(),
             loss_reduction=self.loss_reduction,
             corrects_batchnorm=self.correct_batchnorm,
@@ -381,8 +383,6 @@ class OOMRecovery(Callback):
         for stage, rules in state_dict["rules"].items():
             self._rules.setdefault(stage, {}).update(rules)
         self._shrunk_batch_size = state_dict["batch_size"]
-        if self._shrinker is not None and self._shrunk_batch_size is not None:
-            self._shrinker.restore(self._shrunk_batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy keeps: the arguments and what was found."""

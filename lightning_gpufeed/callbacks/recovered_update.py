@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from lightning.pytorch import Trainer
 
 from lightning_gpufeed.callbacks.emergency_checkpoint import EmergencyCheckpoint
-from lightning_gpufeed.callbacks.trainer_step import reset_scaler
+from lightning_gpufeed.callbacks.trainer_step import RecoveringClosure, reset_scaler
 from lightning_gpufeed.device.headroom import describe_memory, free_bytes, release
 from lightning_gpufeed.errors import OOMRecoveryError
 from lightning_gpufeed.recover.classify import Kind, classify
@@ -37,7 +37,7 @@ class RecoveredUpdate:
         emergency: EmergencyCheckpoint,
         *,
         is_active: Callable[[], bool],
-        is_past_backward: Callable[[], bool],
+        closure: Callable[[], RecoveringClosure | None],
         undo_batch: Callable[[], str],
         on_event: Callable[[OOMEvent], None],
     ) -> None:
@@ -47,14 +47,14 @@ class RecoveredUpdate:
             trainer: A Trainer.
             emergency: What is done before an error is raised.
             is_active: Whether to recover at all.
-            is_past_backward: Whether the closure has run to its end.
+            closure: Of the batch that is trained on.
             undo_batch: Makes everything what it was before the batch, so that the closure can run again; says why that
                 cannot be.
             on_event: Told of what was recovered.
         """
         self._trainer, self._emergency = trainer, emergency
         self._is_active, self._undo_batch, self._on_event = is_active, undo_batch, on_event
-        self._is_past_backward = is_past_backward
+        self._closure = closure
         self._device = trainer.strategy.root_device
         self._guard: GuardedStep | None = None
         self._own = trainer.strategy.optimizer_step
@@ -85,6 +85,9 @@ class RecoveredUpdate:
         if not self._is_active():
             return self._own(optimizer, *args, **kwargs)
         failure: Failure | None = None
+        closure = self._closure()
+        # A module may call its closure by itself, before the optimizer.
+        was_done = closure is not None and closure.is_done
         for num_failures in range(MAX_FAILURES + 1):
             try:
                 result = self._own(optimizer, *args, **kwargs)
@@ -92,7 +95,7 @@ class RecoveredUpdate:
                 stopped: UpdateFailed | None = error
             except Exception as error:
                 diagnosis = classify(error, self._device.type)
-                if not self._is_out_of_memory(error) or not self._is_past_backward():
+                if not self._is_out_of_memory(error) or closure is None or not closure.is_done:
                     add_advice(error, diagnosis)
                     raise
                 obstacle = self._undo_batch()
@@ -112,6 +115,8 @@ class RecoveredUpdate:
             forget(failure.error)
             release(self._device)
             reset_scaler(self._trainer, optimizer)
+            if was_done and closure is not None:
+                closure()
 
     def _note_on(self, error: BaseException, num_failures: int, obstacle: str) -> None:
         """What a user should know of an error that is raised."""

@@ -6,12 +6,13 @@ Each name is watched by tests/test_private_api.py.
 `fit_loop.epoch_loop.automatic_optimization._make_closure`   makes what an optimizer step runs; ours recovers
 `Closure._step_fn`, `_backward_fn`, `_zero_grad_fn`          its three parts
 `automatic_optimization._training_step`                      runs `training_step` on the batch in its arguments
+`automatic_optimization.optim_progress.optimizer.zero_grad`  counts how often gradients were zeroed
 `fit_loop._should_accumulate`                                whether the gradients of this batch are kept
 `trainer._results`                                           where `self.log` writes; a dict of metrics, with `log`
 `trainer._logger_connector._current_fx`                      whose values were reset last
 `LightningModule._current_fx_name`                           the hook that is running
 `precision_plugin.scaler._per_optimizer_states`              which optimizers' gradients were unscaled
-`trainer.strategy._ddp_comm_hook`, `_model_averager`         what else changes gradients or weights between ranks
+`strategy._ddp_comm_hook`, `_model_averaging_period`         what else changes gradients or weights between ranks
 ===========================================================  ==================================================
 """
 
@@ -25,13 +26,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-    XLAStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gpufeed.recover.logged import LogCall
@@ -48,6 +45,7 @@ __all__ = [
     "reset_scaler",
     "take_step_over",
     "with_batch",
+    "zero_grad_once",
 ]
 
 
@@ -81,7 +79,7 @@ def obstacle_to_recovery(trainer: Trainer, pl_module: LightningModule, *, is_tra
     if trainer.world_size > 1 and isinstance(strategy, DDPStrategy):
         if strategy._ddp_comm_hook is not None:
             return "a communication hook changes what is reduced, in the middle of backward; expected no ddp_comm_hook"
-        if strategy._model_averager is not None:
+        if strategy._model_averaging_period is not None:
             return "the strategy averages models after steps of its own; expected no model_averaging_period"
     return None
 
@@ -172,6 +170,32 @@ def take_step_over(
 
     loop.__dict__["_make_closure"] = make_closure
     return lambda: loop.__dict__.pop("_make_closure", None)
+
+
+def zero_grad_once(closure: Closure, loop: Any) -> Callable[[], None] | None:
+    """The closure's way to zero gradients, uncounted if it breaks off.
+
+    Args:
+        closure: Lightning's or ours.
+        loop: The one of automatic optimization.
+
+    Returns:
+        None inside an accumulation window.
+    """
+    own = closure._zero_grad_fn
+    if own is None:
+        return None
+
+    def zero_grad() -> None:
+        progress = loop.optim_progress.optimizer.zero_grad
+        was = progress.state_dict()
+        try:
+            own()
+        except BaseException:
+            progress.load_state_dict(was)
+            raise
+
+    return zero_grad
 
 
 def with_batch(kwargs: OrderedDict[str, Any], batch: Any) -> OrderedDict[str, Any]:

@@ -129,7 +129,18 @@ def _read_afresh(batch: Any, expected: int | None) -> Reading:
         if reading.num_samples == expected:
             _refuse_strangers(batch, reading)
             return reading
+    # [(4096, 16), (4096, 1)]: two samples would not be equally long and of unlike width.
+    by_rows = [reading for reading in full if expected is None and _has_unlike_rows(batch, reading.num_samples)]
+    if len(by_rows) == 1:
+        return by_rows[0]
     raise _cannot_tell(batch, expected)
+
+
+def _has_unlike_rows(batch: Any, num_samples: int) -> bool:
+    """Whether all tensors have this many rows, more than a record has fields, and not all of one shape."""
+    tensors = [node for node in walk(batch) if has_length(node)]
+    is_common = num_samples > LONGEST_RECORD and all(len(node) == num_samples for node in tensors)
+    return is_common and len({tuple(node.shape[1:]) for node in tensors}) > 1
 
 
 def _is_weak(batch: Any, reading: Reading) -> bool:

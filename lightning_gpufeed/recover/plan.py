@@ -135,6 +135,7 @@ class RetryPlan:
         self.num_microbatches, self.found_samples = self.fewest, 0
         self._patience.clear()
         self._num_clean, self._is_on_trial, self._has_repeated = 0, False, False
+        self._before_trial = (self.fewest, 0)
 
     def _patience_for(self, num_microbatches: int) -> int:
         """Clean batches before this number is tried."""

@@ -150,9 +150,8 @@ class RankGuard:
         is_sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters]
         somewhere = self._vote.maximum(*[int(not gap) for gap in has_none], *map(int, is_sparse), *map(int, has_none))
         number = len(parameters)
-        if any(
-            sparse and gap for sparse, gap in zip(somewhere[number : 2 * number], somewhere[2 * number :], strict=True)
-        ):
+        sparse_somewhere, gap_somewhere = somewhere[number : 2 * number], somewhere[2 * number :]
+        if any(sparse and gap for sparse, gap in zip(sparse_somewhere, gap_somewhere, strict=True)):
             raise OOMRecoveryError(
                 "a sparse gradient exists on some ranks only, which cannot be reduced (DDP refuses it as well); use "
                 "sparse=False, or use the embedding on every rank in every step."
