@@ -16,6 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+# All of them share the cores, so each may take as long as all.
+LIMIT_SECONDS = 240
+pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
+
 ROOT = Path(__file__).parents[1]
 # What it fetches from outside is replaced: it runs over files of that kind.
 DEMO = "fashion_mnist.py"
@@ -56,7 +60,7 @@ def output_of(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             )
 
     def wait(script: str) -> str:
-        code = processes[script].wait(timeout=110)
+        code = processes[script].wait(timeout=LIMIT_SECONDS)
         assert code == 0, (logs / f"{script}.err").read_text()
         return (logs / f"{script}.out").read_text()
 

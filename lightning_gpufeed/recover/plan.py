@@ -110,24 +110,18 @@ class RetryPlan:
         return True
 
     def _note_failure(self, num_samples: int, num_microbatches: int) -> None:
-        failed = self.num_microbatches
+        tried = self.num_for(num_samples)
         if self._is_on_trial:  # it came soon after it was tried, so that was too early
-            self._patience[failed] = 2 * self._patience_for(failed)
-        needs_more = num_microbatches > self.num_for(num_samples)
+            self._patience[self.num_microbatches] = 2 * self._patience_for(self.num_microbatches)
         # One size that is too large by a little in every batch would be tried twice each time.
-        self._has_repeated = not needs_more
-        if needs_more:
-            before = self._before_trial if self._is_on_trial else None
-            self.num_microbatches, self.found_samples = num_microbatches, num_samples
-            # What was known to fit before a trial on another size of batch still does.
-            if (
-                before is not None
-                and before[1]
-                and math.ceil(before[1] / before[0]) > math.ceil(num_samples / num_microbatches)
-            ):
-                is_below_failed = math.ceil(before[1] / before[0]) < math.ceil(num_samples / failed)
-                if is_below_failed:
-                    self.num_microbatches, self.found_samples = before
+        self._has_repeated = num_microbatches <= tried
+        if num_microbatches > tried:
+            fits, failed = math.ceil(num_samples / num_microbatches), math.ceil(num_samples / tried)
+            before, samples_before = self._before_trial
+            # What was known to fit before a trial still does, if the trial failed on another size of batch.
+            is_known = self._is_on_trial and samples_before > 0 and fits < math.ceil(samples_before / before) < failed
+            self.num_microbatches = before if is_known else num_microbatches
+            self.found_samples = samples_before if is_known else num_samples
         self._num_clean, self._is_on_trial = 0, False
 
     def start_over(self) -> None:
