@@ -6,6 +6,7 @@ training. Behaviour is watched in a real Trainer, never read off a signature.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import warnings
@@ -22,6 +23,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import MeanMetric, MetricCollection
@@ -1105,6 +1107,93 @@ def test_the_training_loader_is_made_again_when_it_is_missing_at_the_begin_of_an
     trainer = make_trainer(max_epochs=1, callbacks=[Looking(on_train_start=drop)])
     trainer.fit(Model([]), *lists(1, 1))
     assert sources == [True, False]
+
+
+def test_a_datamodule_is_restored_by_a_method_found_on_the_connector_before_callbacks_are(tmp_path):
+    """LoaderShrinker sets the batch size there. If this fails, look at `_CheckpointConnector.restore`: a DataModule
+    would compute where to go on from the size before it was made smaller.
+    """
+    events: list[str] = []
+
+    class Kept(pl.Callback):
+        state_key = "kept"
+
+        def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+            connector = trainer._checkpoint_connector
+            own = connector.restore_datamodule
+
+            def restore() -> None:
+                events.append(f"connector {(connector._loaded_checkpoint or {}).get('callbacks', {}).get('kept')}")
+                own()
+
+            connector.__dict__["restore_datamodule"] = restore
+            assert trainer.fit_loop._data_source.instance is trainer.datamodule
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"size": 4}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            events.append(f"callback {state}")
+
+    trainer = make_trainer(max_epochs=1, callbacks=[Kept()])
+    trainer.fit(Model([]), Data([], state={"a": 1}))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    events.clear()
+    make_trainer(max_epochs=2, callbacks=[Kept()]).fit(Model([]), Data(events), ckpt_path=tmp_path / "a.ckpt")
+    restored = [event for event in events if "connector" in event or "load_state" in event or "callback" in event]
+    assert restored == [
+        "connector {'size': 4}",
+        "datamodule.load_state_dict {'a': 1} in True",
+        "callback {'size': 4}",
+    ]
+
+
+def test_zeroed_gradients_are_counted_by_a_progress_with_a_state():
+    """zero_grad_once puts the count back, and EmergencyCheckpoint writes another one. If this fails, look at
+    `_OptimizationProgress`.
+    """
+    seen: list[Any] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
+        seen.append(progress.state_dict()["total"]["completed"])
+        progress.load_state_dict(progress.state_dict())
+
+    make_trainer(max_epochs=1, callbacks=[Looking(on_train_batch_end=look)]).fit(Model([]), *lists(1, 2))
+    assert seen == [1, 2]
+
+
+def test_a_closure_keeps_its_result_under_this_name():
+    """OOMRecovery drops it, as its loss holds the graph of an attempt that is done again."""
+    closure = Closure(lambda: ClosureResult(torch.ones(1, requires_grad=True).sum()))
+    closure()
+    assert isinstance(closure._result, ClosureResult)
+    assert closure._result.closure_loss is not None
+
+
+def test_a_ddp_strategy_knows_at_once_whether_it_averages_models():
+    """obstacle_to_recovery asks before the strategy is set up. If this fails, look at `DDPStrategy.setup`."""
+    assert DDPStrategy()._model_averaging_period is None
+    assert DDPStrategy(model_averaging_period=2)._model_averaging_period == 2
+    assert DDPStrategy()._ddp_comm_hook is None
+
+
+def test_numpys_generator_shows_its_words_and_a_normal_number_kept_back_moved_them_first():
+    """GeneratorStates compares them in place of reading the whole state. If this fails, read it each time."""
+
+    def words() -> bytes:
+        generator = np.random.get_bit_generator()
+        assert isinstance(generator, np.random.MT19937)
+        return ctypes.string_at(generator.ctypes.state_address, 624 * 4 + 4)
+
+    before = words()
+    state = np.random.get_state()
+    assert before[:-4] == state[1].tobytes()
+    assert int.from_bytes(before[-4:], "little") == state[2]
+    np.random.standard_normal()
+    assert words() != before
+    np.random.set_state(state)
+    assert words() == before
 
 
 def test_what_a_checkpoint_holds_can_be_had_without_writing_it(tmp_path):
