@@ -149,8 +149,12 @@ def _memory_of(device: torch.device) -> _Memory | None:
     info = _asked(module, "mem_get_info", device)
     if info is None:
         return None
-    free, total = info
-    return _Memory(int(free) + _unused_bytes(device), int(total))
+    free, total = int(info[0]) + _unused_bytes(device), int(info[1])
+    fraction = _asked(module, "get_per_process_memory_fraction", device)
+    if fraction is not None and fraction < 1:  # how a card is shared
+        allowed, allocated = int(fraction * total), _asked(module, "memory_allocated", device)
+        free, total = min(free, max(0, allowed - int(allocated or 0))), allowed
+    return _Memory(free, total)
 
 
 def _unused_bytes(device: torch.device) -> int:

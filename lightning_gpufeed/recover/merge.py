@@ -83,6 +83,8 @@ def merge_values(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[
 
 def _merged(values: list[Any], pieces: _Pieces, path: str) -> Any:
     first = values[0]
+    if type(first) is int and values == list(pieces.sizes):
+        return sum(values)  # how many samples the microbatch has
     if all(value is first for value in values):
         return first
     if all(isinstance(value, torch.Tensor) for value in values):
@@ -97,8 +99,6 @@ def _merged(values: list[Any], pieces: _Pieces, path: str) -> Any:
         return _merged_sequences(values, pieces, path)
     if is_container(first) and not is_opaque(first):
         return _merged_parts(values, pieces, path)
-    if type(first) is int and values == list(pieces.sizes):
-        return sum(values)  # how many samples the microbatch has
     if not all(_is_equal(first, value) for value in values):
         raise ValueError(f"{path} is {_shown(values)}; only what is equal in each microbatch can be put together.")
     return first
