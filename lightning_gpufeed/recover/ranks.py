@@ -83,7 +83,8 @@ class RankGuard:
         self._num_ranks = distributed.get_world_size(self._group)
         self._buckets: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._small_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-        for parameter in self._reduced() if self._num_ranks > 1 else ():
+        # Those that are frozen now may be trained later.
+        for parameter in self._reduced(with_frozen=True) if self._num_ranks > 1 else ():
             if parameter.nbytes <= BUCKET_BYTES // 4:
                 kind = (parameter.dtype, parameter.device)
                 self._small_bytes[kind] = self._small_bytes.get(kind, 0) + parameter.nbytes
@@ -91,11 +92,11 @@ class RankGuard:
             num_elements = min(num_bytes, BUCKET_BYTES) // dtype.itemsize
             self._buckets[(dtype, device)] = torch.empty(num_elements, dtype=dtype, device=device)
 
-    def _reduced(self) -> Iterator[nn.Parameter]:
-        """The parameters that DDP reduces, in one order on all ranks."""
+    def _reduced(self, *, with_frozen: bool = False) -> Iterator[nn.Parameter]:
+        """The parameters that are reduced, in one order on all ranks."""
         ignored = set(self._wrapper.parameters_to_ignore)
         for name, parameter in self._wrapper.module.named_parameters():
-            if parameter.requires_grad and name not in ignored:
+            if (parameter.requires_grad or with_frozen) and name not in ignored:
                 yield parameter
 
     def begin(self) -> None:
@@ -128,8 +129,8 @@ class RankGuard:
             if gradient is None:
                 continue
             bucket = self._buckets.get((gradient.dtype, gradient.device))
-            is_plain = gradient.layout is torch.strided and bucket is not None
-            if not is_plain or bucket is None or gradient.nbytes > BUCKET_BYTES // 4:
+            is_small = gradient.layout is torch.strided and gradient.nbytes <= BUCKET_BYTES // 4
+            if bucket is None or not is_small or gradient.numel() > bucket.numel():
                 parameter.grad = self._reduced_alone(gradient)
                 continue
             is_other = bool(waiting) and (waiting[0].dtype, waiting[0].device) != (gradient.dtype, gradient.device)

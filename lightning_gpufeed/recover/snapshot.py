@@ -169,6 +169,9 @@ class BufferStates:
         if is_inference or self._was_inference is not False:
             return False
         found = [owner.get(name) for owner, name in self._places]
+        pairs = zip(self._sources, self._targets, strict=True)
+        if any(source.shape != target.shape or source.dtype != target.dtype for source, target in pairs):
+            return False  # its memory was replaced
         return all(map(operator.is_, found, self._tensors)) and not any(
             self._has_moved(self._tensors[i], i) for i in self._resting
         )
@@ -190,7 +193,9 @@ class BufferStates:
             if tensor is None or copy is None:
                 continue
             is_uncounted = self._is_moving[i] or tensor.is_inference() or torch.is_inference_mode_enabled()
-            if is_uncounted or tensor._version != self._versions[i]:
+            if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+                tensor.data = copy.to(tensor.device, copy=True)
+            elif is_uncounted or tensor._version != self._versions[i]:
                 tensor.copy_(copy)
                 if not tensor.is_inference():
                     self._versions[i] = tensor._version
