@@ -1265,6 +1265,26 @@ def test_the_update_of_an_optimizer_without_its_hooks_is_what_its_step_wraps():
     assert events == ["pre", "post"]
 
 
+def test_hooks_of_an_optimizer_are_in_an_ordered_dict_and_its_step_is_marked_as_hooked():
+    """GuardedStep registers its own last, and knows a step that was wrapped. If this fails, look at `Optimizer`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    assert type(optimizer).step.hooked
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    assert isinstance(optimizer._optimizer_step_post_hooks, OrderedDict)
+    assert isinstance(optimizer._optimizer_step_pre_hooks, OrderedDict)
+    handle.remove()
+
+
+def test_operations_on_lists_of_tensors_count_what_they_change():
+    """BeforeUpdate sees by it whether an update that broke off has changed anything. If this fails, updates that ran
+    out of memory have to be taken for changed in part.
+    """
+    tensors = [torch.ones(2), torch.ones(3)]
+    versions = [tensor._version for tensor in tensors]
+    torch._foreach_add_(tensors, 1)
+    assert [tensor._version > version for tensor, version in zip(tensors, versions, strict=True)] == [True, True]
+
+
 def test_ddp_has_these_names_for_what_it_sends_before_a_step(tmp_path):
     """RankGuard does it in its place. If this fails, look at `DistributedDataParallel._pre_forward`."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -57,12 +57,6 @@ class UpdateFailed(Exception):  # noqa: N818 (internal: the callback turns it in
     """
 
     def __init__(self, original: BaseException, is_clean: bool) -> None:
-        """Note both.
-
-        Args:
-            original: The out-of-memory error.
-            is_clean: Whether everything is as before the step.
-        """
         what = "are as before it" if is_clean else "may be updated in part"
         super().__init__(f"out of memory in the optimizer step; weights and optimizer state {what}: {original}")
         self.original = original
@@ -184,6 +178,7 @@ class _Step:
         self._optimizer = guard.optimizer
         self._groups = guard.optimizer.param_groups
         self._options = [dict(group) for group in self._groups]
+        self._are_hidden = False
         self._loss: Any = None
         self._is_ready = self._is_repeated = False
         self._before: BeforeUpdate | None = None
@@ -270,6 +265,9 @@ class _Step:
             return  # LBFGS and its like call the closure many times
         self._is_ready = self._guard.has_begun = True
         self._loss = loss
+        if self._groups is not self._optimizer.param_groups:  # a closure may load a state, and that replaces them
+            self._groups = self._optimizer.param_groups
+            self._options = [dict(group) for group in self._groups]
         if any(group.get("differentiable") for group in self._groups):
             return  # autograd needs every intermediate: nothing may be done in place or twice
         is_known = type(self._optimizer) in PER_PARAMETER
@@ -306,6 +304,7 @@ class _Step:
     def _update_by_parameter(self) -> None:
         """Do the update here, and leave nothing to do for the one that follows."""
         update = _update_without_hooks(self._optimizer)
+        self._are_hidden = True
         try:
             with UndoLog(self._guard.device) as log:
                 for group in self._groups:
@@ -351,7 +350,9 @@ class _Step:
 
     def _show_groups(self) -> None:
         """The groups as everybody knows them."""
-        self._optimizer.param_groups = self._groups
+        if self._are_hidden:
+            self._optimizer.param_groups = self._groups
+            self._are_hidden = False
 
     def _failed(self, failure: BaseException, is_clean: bool) -> UpdateFailed:
         """The error to raise, with options as before the step: hooks that put scaled rates back are not reached."""

@@ -63,7 +63,8 @@ def ranks(tmp_path_factory):
 def assert_alone(vote: HostVote) -> None:
     assert (vote.rank, vote.num_ranks) == (0, 1)
     assert vote.minimum(3, -5, 2**62) == [3, -5, 2**62]
-    assert vote.minimum() == []
+    assert vote.maximum(3, -5, 2**62) == [3, -5, 2**62]
+    assert vote.minimum() == vote.maximum() == []
     assert vote.num_votes == 0  # nobody was asked
 
 
@@ -97,8 +98,13 @@ def test_all_ranks_act_on_the_smallest_of_each_number(ranks):
         assert result["smallest"] == [10, 19]
         assert result["far"] == [2**62, -(2**41)]
         assert result["many"] == [[-number] for number in range(20)]
-        assert result["num_votes"] == 22
+        assert result["num_votes"] == 23
         assert result["sum"] == 1  # the ranks' own group goes on working
+
+
+def test_all_ranks_can_act_on_the_largest_of_each_number(ranks):
+    for result in ranks["votes"]:
+        assert result["largest"] == [11, 20, -(2**62)]
 
 
 def test_a_closed_vote_asks_nobody_and_still_knows_its_rank(ranks):

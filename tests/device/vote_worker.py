@@ -42,6 +42,7 @@ def votes(rank: int, num_ranks: int) -> dict[str, Any]:
         "num_ranks": vote.num_ranks,
         "smallest": vote.minimum(10 + rank, 20 - rank),
         "far": vote.minimum(2**62 + rank, -(2**40) * (rank + 1)),
+        "largest": vote.maximum(10 + rank, 20 - rank, -(2**62) - rank),
         "many": [vote.minimum(number * (-1) ** (number + rank)) for number in range(20)],
         "num_votes": vote.num_votes,
         "sum": int(same),
