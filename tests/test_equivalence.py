@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_gpufeed import BatchEcho, H5DataModule, H5ImageDataModule
+from lightning_gpufeed import BatchEcho, H5DataModule, H5ImageDataModule, OOMRecovery
 from lightning_gpufeed.echo.plan import pass_seed, piece_bounds
 from lightning_gpufeed.hdf5.order import NoShuffle, Shuffle, WindowShuffle
 from tests.callbacks.echo_models import wait_until
@@ -613,3 +613,64 @@ def test_a_replayed_echo_is_a_loop_written_by_hand(tmp_path, num_splits, scale_l
     )
     assert [name for name in hand if not same_bits(ours[name], hand[name])] == []
     assert ours["checkpoint"]["callbacks"]["BatchEcho"]["trace"] == trace
+
+
+# OOMRecovery -------------------------------------------------------------------------------------------------
+
+
+class Failing(Regularised):
+    """Runs out of memory where it is told to, each time once."""
+
+    def __init__(self, failures: tuple[tuple[int, str], ...] = (), **settings: Any) -> None:
+        """Note (step, phase) of each."""
+        super().__init__(schedule=True, **settings)
+        self.failures = list(failures)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Fail after forward, or in the middle of backward."""
+        loss = super().training_step(batch, batch_idx)
+        step = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if (step, "forward") in self.failures:
+            self.failures.remove((step, "forward"))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if (step, "backward") in self.failures:
+            self.failures.remove((step, "backward"))
+            loss.register_hook(out_of_memory)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """What was noted of a failed attempt is no part of the training."""
+        self.num_noted = len(self.trained), len(self.losses)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep what the last attempt has noted."""
+        del self.trained[self.num_noted[0] : -1], self.losses[self.num_noted[1] : -1]
+
+
+def out_of_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """A hook in backward."""
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def fit_recovered(model: Recorder, folder: Path, recovery: OOMRecovery | None, **settings: Any) -> dict[str, Any]:
+    """Train, and leave out what only `OOMRecovery` writes."""
+    torch.manual_seed(3)
+    loaders = shuffled_loader(), DataLoader(random_images(NUM_VAL, 1), batch_size=4)
+    seen = fit(model, folder, *loaders, callbacks=[] if recovery is None else [recovery], **settings)
+    seen["checkpoint"]["callbacks"].pop("OOMRecovery", None)
+    seen["logged"] = [
+        (step, figures)
+        for step, figures in seen["logged"]
+        if not all(name.startswith("gpufeed/oom/") for name in figures)
+    ]
+    return seen
+
+
+@pytest.mark.parametrize("settings", ANY_TRAINING, ids=lambda settings: ",".join(settings) or "default")
+@pytest.mark.parametrize("failures", [(), ((1, "forward"), (4, "backward"))], ids=["no failure", "two failures"])
+def test_a_batch_that_fits_whole_trains_as_without_the_callback(tmp_path, settings, failures):
+    plain = fit_recovered(Failing(), tmp_path, None, **settings)
+    model = Failing(failures)
+    ours = fit_recovered(model, tmp_path, OOMRecovery(), **settings)
+    assert model.failures == []
+    assert differences(ours, plain) == []

@@ -92,7 +92,7 @@ class OOMRecovery(Callback):
         num_microbatches: int = 1,
         grow_after: int | None = 20,
         max_retries: int = 20,
-        weight_fn: Callable[[Any], float | torch.Tensor] | None = None,
+        weight_fn: Callable[[Any], Any] | None = None,
         split_fn: Callable[[Any, int], Any] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_check: Literal["refuse", "warn", "skip"] = "refuse",
@@ -108,7 +108,7 @@ class OOMRecovery(Callback):
             num_microbatches: To begin with, and the fewest ever.
             grow_after: Clean batches before a larger size is tried; twice as many each time it fails. None: never.
             max_retries: Failed attempts of one batch after which it is given up.
-            weight_fn: (Micro)batch -> its weight, where the loss is a mean over something else than samples.
+            weight_fn: (Micro)batch -> its weight, a number, where the loss is a mean over something else than samples.
             split_fn: Batch and number -> list of microbatches, for kinds of batches that are not known.
             loss_reduction: How the loss of a batch comes about from those of its samples.
             split_check: What to do when the loss of a batch does not follow from those of its parts.
