@@ -51,6 +51,14 @@ class EventLog:
             assert self._changed.wait_for(is_so, WAIT_SECONDS), self.events
 
 
+class KeptList(list[Any]):
+    """Notes of a test in a module: recovery puts back plain lists after a failed attempt, and none of another class."""
+
+
+class KeptDict(dict[Any, Any]):
+    """The same for a dict."""
+
+
 class LoggedProducer:
     """Makes item i out of i, and notes when each begins and ends.
 

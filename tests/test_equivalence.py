@@ -36,6 +36,7 @@ from tests.datamodules.models import (
     state_of,
     write_images,
 )
+from tests.doubles import KeptList
 
 NUM_TRAIN, NUM_VAL, BATCH_SIZE, SEED = 22, 7, 4, 5  # neither length is a multiple of the batch
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
@@ -624,7 +625,7 @@ class Failing(Regularised):
     def __init__(self, failures: tuple[tuple[int, str], ...] = (), **settings: Any) -> None:
         """Note (step, phase) of each."""
         super().__init__(schedule=True, **settings)
-        self.failures = list(failures)
+        self.failures = KeptList(failures)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Fail after forward, or in the middle of backward."""
@@ -637,14 +638,6 @@ class Failing(Regularised):
             self.failures.remove((step, "backward"))
             loss.register_hook(out_of_memory)
         return loss
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """What was noted of a failed attempt is no part of the training."""
-        self.num_noted = len(self.trained), len(self.losses)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep what the last attempt has noted."""
-        del self.trained[self.num_noted[0] : -1], self.losses[self.num_noted[1] : -1]
 
 
 def out_of_memory(gradient: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,13 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gpufeed.callbacks.announcer import Announcer
 from lightning_gpufeed.callbacks.emergency_checkpoint import EmergencyCheckpoint
 from lightning_gpufeed.callbacks.recovered_evaluation import EVALUATIONS, RecoveredEvaluation
 from lightning_gpufeed.callbacks.recovered_update import RecoveredUpdate
 from lightning_gpufeed.callbacks.smaller_loader import LoaderShrinker
 from lightning_gpufeed.callbacks.trainer_step import (
+    OF_LIGHTNING,
     HookedLogs,
     OnceHooks,
     RecoveringClosure,
@@ -32,12 +34,13 @@ from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.hdf5.arguments import whole_number
 from lightning_gpufeed.recover.arguments import check_choices, check_kinds
 from lightning_gpufeed.recover.attempt import Recovery
+from lightning_gpufeed.recover.batch_guard import changed_in_place
 from lightning_gpufeed.recover.logged import Rule
 from lightning_gpufeed.recover.plan import RetryPlan
 from lightning_gpufeed.recover.ranks import RankGuard, obstacle_to_guard
-from lightning_gpufeed.recover.report import OOMEvent, summary_line
-from lightning_gpufeed.recover.split_batch import BatchSplitter, changed_in_place
-from lightning_gpufeed.recover.states import ModuleStates
+from lightning_gpufeed.recover.report import OOMEvent
+from lightning_gpufeed.recover.split_batch import BatchSplitter
+from lightning_gpufeed.recover.states import ModuleStates, watch_parts
 from lightning_gpufeed.recover.work import StepWork
 
 __all__ = ["OOMRecovery"]
@@ -57,22 +60,21 @@ class OOMRecovery(Callback):
     on_fit_start                        guards the optimizer; several ranks: reduces gradients in DDP's place
     on_train_epoch_end                  with "shrink_loader", makes the batch size smaller
     state_dict, load_state_dict         sizes that were found
-    on_exception, teardown              takes everything back; `on_train_end`: one line on what happened
+    on_exception, teardown              takes everything back; `on_train_end`: a line on what happened
     ==================================  =========================================================================
 
-    An attempt that failed leaves nothing behind: logged values, torchmetrics, buffers, gradients of earlier batches of
-    an accumulation window and the random generators are what they were before it, so dropout masks repeat.
+    An attempt that failed leaves nothing behind: logs, torchmetrics, buffers, counters and lists of the module, random
+    generators and the gradients of earlier batches of an accumulation window are what they were before it.
 
     What stays bitwise equal to training without this callback: everything, as long as no batch is split; also when a
     batch fits at the second try (with more than two ranks: up to the order in which their gradients are added). What is
-    equal up to rounding: a batch in microbatches. What is not: outputs of batch
-    normalisation, which sees microbatches (its running statistics are counted once per batch, see
-    `correct_batchnorm`); dropout masks of a batch that is split; buffers that a step changes by itself, which change
-    once per microbatch. A loss that is no mean over samples is found out at the first split, and refused.
+    equal up to rounding: a batch in microbatches. What is not: outputs of batch normalisation, which sees microbatches
+    (its running statistics are counted once per batch, see `correct_batchnorm`); dropout masks of a batch that is split;
+    buffers and attributes, which a step may change once per microbatch. A loss that is no mean over samples is refused.
 
     What cannot be undone is not supported: manual optimization, strategies that keep the model on several devices,
-    SyncBatchNorm, collectives in `training_step`, batches changed in place (found out and named). What `training_step`
-    does outside the module (files, plain attributes, its own logger calls) happens once per attempt.
+    SyncBatchNorm, collectives in `training_step`, batches and trained weights changed in place (found out and named).
+    What `training_step` does outside the module (files, objects of other classes, logger calls) happens per attempt.
 
     Several ranks (`DDPStrategy`): every attempt runs without collectives, all ranks vote on the host, and retry
     together with the same number of microbatches. Gradients are reduced after backward, not during it.
@@ -82,7 +84,7 @@ class OOMRecovery(Callback):
         >>> callbacks = [OOMRecovery(weight_fn=lambda batch: (batch["labels"] != -100).sum())]     # a mean over tokens
         >>> callbacks = [OOMRecovery(mode="shrink_loader", scale_lr="linear")]
 
-    Source: ours. The order in which memory is let go of follows from how Python keeps frames.
+    Source: ours.
     """
 
     def __init__(
@@ -132,15 +134,15 @@ class OOMRecovery(Callback):
         self._plans = {s: RetryPlan(1, grow_after=grow_after, max_retries=max_retries) for s in EVALUATIONS.values()}
         grow_after = None if mode == "shrink_loader" else grow_after
         self._plans["fit"] = RetryPlan(num_microbatches, grow_after=grow_after, max_retries=max_retries)
-        self.events: list[OOMEvent] = []
+        self._announcer = Announcer()
         self._rules: dict[str, dict[str, Rule]] = {}
         self._shrunk_batch_size: int | None = None
-        self._said: set[str] = set()
         self._forget_run()
 
     def _forget_run(self) -> None:
         """Nothing of a Trainer is held."""
         self._undo: list[Callable[[], Any]] = []
+        self._serves: Trainer | None = None
         self._vote: HostVote | None = None
         self._ranks: RankGuard | None = None
         self._recoveries: dict[str, Recovery] = {}
@@ -148,7 +150,7 @@ class OOMRecovery(Callback):
         self._work: StepWork | None = None
         self._update: RecoveredUpdate | None = None
         self._closure: RecoveringClosure | None = None
-        self._is_again = False
+        self._is_again = self._has_new_parts = False
         self._shrinker: LoaderShrinker | None = None
 
     @property
@@ -164,20 +166,23 @@ class OOMRecovery(Callback):
         Raises:
             ValueError: Steps of this Trainer cannot be done again; the message says why.
         """
+        if self._serves is not None and self._serves is not trainer and self._serves.state.status == "running":
+            raise ValueError("this OOMRecovery serves another Trainer that is running; give each Trainer its own.")
         self._take_back()
+        self._serves = trainer
         if sum(isinstance(callback, OOMRecovery) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has more than one OOMRecovery; expected one.")
         obstacle = obstacle_to_recovery(trainer, pl_module, is_training=stage == "fit")
         if obstacle is not None:
             raise ValueError(f"OOMRecovery cannot work here: {obstacle}.")
-        self._undo.append(self._release_vote)
+        self._undo += [self._release_vote, watch_parts(partial(setattr, self, "_has_new_parts", True))]
         evaluation = RecoveredEvaluation(
             trainer,
             pl_module,
             is_active=partial(self._is_active, trainer),
             recovery=partial(self._recovery, trainer),
             make_work=partial(self._make_work, trainer, pl_module),
-            on_note=self._on_note,
+            on_note=self._announcer.note,
         )
         self._undo.append(evaluation.remove)
         if stage != "fit":
@@ -193,7 +198,7 @@ class OOMRecovery(Callback):
             is_active=partial(self._is_active, trainer),
             closure=lambda: self._closure,
             undo_batch=self._undo_batch,
-            on_event=partial(self._on_event, trainer),
+            on_event=partial(self._announcer.event, trainer),
         )
         self._undo.append(self._update.remove)
 
@@ -213,7 +218,7 @@ class OOMRecovery(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take everything back: `teardown` is not called then."""
-        self._summarise()
+        self._announcer.summary(self.num_microbatches)
         self._take_back()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -247,8 +252,8 @@ class OOMRecovery(Callback):
                 vote=self._vote if stage == "fit" else None,
                 split_check=self.split_check,
                 is_half="16" in str(trainer.precision),
-                on_event=partial(self._on_event, trainer),
-                on_note=self._on_note,
+                on_event=partial(self._announcer.event, trainer),
+                on_note=self._announcer.note,
                 on_give_up=partial(self._on_give_up, trainer, stage),
             )
         return self._recoveries[stage]
@@ -257,9 +262,13 @@ class OOMRecovery(Callback):
         self, trainer: Trainer, pl_module: LightningModule, stage: str, batch_idx: int, **options: Any
     ) -> StepWork:
         if stage not in self._states:
-            self._states[stage] = ModuleStates(pl_module, trainer.strategy.root_device)
+            self._states[stage] = ModuleStates(pl_module, trainer.strategy.root_device, OF_LIGHTNING)
         states, logs = self._states[stage], HookedLogs(trainer, pl_module)
-        if batch_idx < 2:  # parts of the module come and go between epochs, and in a first step
+        if self._has_new_parts:
+            self._has_new_parts = False
+            for known in self._states.values():
+                known.is_stale = True
+        if batch_idx < 2 or states.is_stale:  # what a step changes is not known yet, or parts have come
             states.refresh()
         states.include_metrics(logs.metrics())
         options["defers_logs"] = trainer.world_size > 1
@@ -271,6 +280,7 @@ class OOMRecovery(Callback):
         self, trainer: Trainer, pl_module: LightningModule, own: Closure, kwargs: OrderedDict[str, Any], batch_idx: int
     ) -> Closure:
         if not self._is_active(trainer) or own._backward_fn is None:
+            self._closure = self._work = None
             return own
         self._is_again = False
         self._closure = RecoveringClosure(own, kwargs, batch_idx, partial(self._train, trainer, pl_module))
@@ -284,7 +294,7 @@ class OOMRecovery(Callback):
 
     def _training_work(self, trainer: Trainer, pl_module: LightningModule, closure: RecoveringClosure) -> StepWork:
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        hooks = OnceHooks(trainer, pl_module)
+        hooks = OnceHooks(trainer, pl_module, self._announcer.note)
 
         def forward(microbatch: Any) -> tuple[torch.Tensor | None, ClosureResult]:
             if microbatch is closure.batch:
@@ -304,7 +314,7 @@ class OOMRecovery(Callback):
             "fit",
             closure.batch_idx,
             forward=forward,
-            put_together=lambda results, split: merge_results(results, split, self.loss_reduction, self._on_note),
+            put_together=partial(merge_results, reduction=self.loss_reduction, note=self._announcer.note),
             backward=backward,
             zero_grad=zero_grad_once(closure, loop),
             is_reduced=not trainer.fit_loop._should_accumulate(),
@@ -314,10 +324,9 @@ class OOMRecovery(Callback):
 
     def _undo_batch(self) -> str:
         """Make everything what it was before the batch; why its closure cannot run again, if it cannot."""
-        if self._closure is None or self._work is None:
-            return "it is not known which batch this was"
+        assert self._work is not None
         self._work.undo()
-        self._closure._result = None  # its loss holds the graph
+        cast(Any, self._closure)._result = None  # its loss holds the graph
         self._is_again = True
         if self._vote is not None and self._vote.num_ranks > 1:
             return "the other ranks have agreed already that this batch is done"
@@ -325,25 +334,21 @@ class OOMRecovery(Callback):
 
     # What happened -----------------------------------------------------------------------------------------
 
-    def _on_event(self, trainer: Trainer, event: OOMEvent) -> None:
-        self.events.append(event)
-        rank_zero_info(str(event))
-        for logger in trainer.loggers:
-            logger.log_metrics(event.to_metrics(), step=trainer.global_step)
-
-    def _on_note(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            rank_zero_info(f"OOMRecovery: {text}.")
+    @property
+    def events(self) -> list[OOMEvent]:
+        """Every batch that ran out of memory, and what worked."""
+        return self._announcer.events
 
     def _on_give_up(self, trainer: Trainer, stage: str) -> str:
         """Everything is as it was before the batch."""
         is_of_training = stage == "fit" or (trainer.validating and trainer.state.fn == "fit")
         return EmergencyCheckpoint(trainer, is_wanted=self.emergency_checkpoint).save() if is_of_training else ""
 
-    def _summarise(self) -> None:
-        if self.events:
-            rank_zero_info(summary_line(self.events, self.num_microbatches))
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hold nothing of the batch."""
+        self._closure = self._work = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """With `shrink_loader`: the next epoch has smaller batches, if these did not fit."""
@@ -352,7 +357,7 @@ class OOMRecovery(Callback):
             return
         obstacle = self._shrinker.obstacle()
         if obstacle is not None:
-            self._on_note(f"the batch size stays, and batches are split: {obstacle}")
+            self._announcer.note(f"the batch size stays, and batches are split: {obstacle}")
             return
         rank_zero_info(f"OOMRecovery: {self._shrinker.shrink(plan.num_microbatches // plan.fewest)}.")
         self._shrunk_batch_size = self._shrinker.batch_size
@@ -387,9 +392,9 @@ class OOMRecovery(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy keeps: the arguments and what was found."""
         held: dict[str, Any] = {"_undo": [], "_recoveries": {}, "_states": {}}
-        nothing = dict.fromkeys(("_vote", "_ranks", "_work", "_update", "_closure", "_shrinker"))
+        nothing = dict.fromkeys(("_vote", "_ranks", "_work", "_update", "_closure", "_shrinker", "_serves"))
         return {**self.__dict__, **held, **nothing}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how it went."""
-        self._summarise()
+        self._announcer.summary(self.num_microbatches)

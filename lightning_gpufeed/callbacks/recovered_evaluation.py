@@ -73,7 +73,7 @@ class RecoveredEvaluation:
             return merge_values(list(outputs), split.sizes, split.weights)
         except ValueError as error:
             if name != "predict_step":
-                self._on_note(f"what {name} returns is a list of what each microbatch gave: {error}")
+                self._on_note(f"what {name} returns is a list of what each microbatch of a split batch gave")
                 return list(outputs)
             raise OOMRecoveryError(
                 f"out of memory, and what predict_step returns for microbatches cannot be put together: {error} "

@@ -61,9 +61,12 @@ class RecoveredUpdate:
         trainer.strategy.__dict__["optimizer_step"] = self._step
 
     def guard(self) -> None:
-        """Guard the update of the optimizer, which exists now."""
+        """Guard the update of the optimizer, which exists now, if it is one of torch's kind."""
+        optimizer = self._trainer.optimizers[0]
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            return
         self._guard = GuardedStep(
-            self._trainer.optimizers[0],
+            optimizer,
             self._device,
             is_out_of_memory=self._is_out_of_memory,
             forget=forget,
@@ -97,6 +100,14 @@ class RecoveredUpdate:
                 diagnosis = classify(error, self._device.type)
                 if not self._is_out_of_memory(error) or closure is None or not closure.is_done:
                     add_advice(error, diagnosis)
+                    raise
+                if self._guard is None:
+                    # Whether its update had begun cannot be told.
+                    name = type(self._trainer.optimizers[0]).__name__
+                    error.add_note(
+                        f"OOMRecovery: {name} is no optimizer whose update can be watched, so the step is not done "
+                        f"again. {self._emergency.last_good()}."
+                    )
                     raise
                 obstacle = self._undo_batch()
                 if num_failures == MAX_FAILURES or obstacle:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
@@ -36,6 +36,7 @@ from lightning_gpufeed.recover.merge import merge_values
 from lightning_gpufeed.recover.split_batch import Split
 
 __all__ = [
+    "OF_LIGHTNING",
     "HookedLogs",
     "OnceHooks",
     "RecoveringClosure",
@@ -47,6 +48,10 @@ __all__ = [
     "with_batch",
     "zero_grad_once",
 ]
+
+
+OF_LIGHTNING = frozenset(vars(LightningModule()))
+"""Attributes of a module that are not the user's."""
 
 
 def obstacle_to_recovery(trainer: Trainer, pl_module: LightningModule, *, is_training: bool) -> str | None:
@@ -226,11 +231,13 @@ def merge_results(results: Sequence[ClosureResult], split: Split, reduction: str
         values = [result.extra.get(key) for result in results]
         try:
             extra[key] = merge_values(values, split.sizes, split.weights)
-        except ValueError as error:
-            note(f"{key!r} that training_step returns is a list of what each microbatch gave: {error}")
+        except ValueError:
+            note(f"{key!r} that training_step returns is a list of what each microbatch of a split batch gave")
             extra[key] = values
+        if any(isinstance(value, float) or (isinstance(value, torch.Tensor) and value.ndim == 0) for value in values):
+            note(f"{key!r} that training_step returns is the mean over the microbatches of a split batch")
     merged = type(results[0])(None, extra=extra)
-    merged.loss = torch.stack(losses).sum(0) if losses else None
+    merged.loss = torch.stack(losses).sum(0) if len(losses) == len(results) else None
     return merged
 
 
@@ -240,14 +247,15 @@ class OnceHooks:
     A hook that adds noise to gradients or divides them would otherwise do so once per microbatch.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, note: Callable[[str], None]) -> None:
         """Note whose hooks they are.
 
         Args:
             trainer: Its callbacks.
             pl_module: And its module.
+            note: Told what a user should know.
         """
-        self._trainer, self._module = trainer, pl_module
+        self._trainer, self._module, self._note = trainer, pl_module, note
 
     @contextmanager
     def around(self, is_first: bool, is_last: bool) -> Iterator[None]:
@@ -262,6 +270,8 @@ class OnceHooks:
         """
         names = ([] if is_first else ["on_before_backward"]) + ([] if is_last else ["on_after_backward"])
         owners = [*self._trainer.callbacks, self._module]  # type: ignore[attr-defined]
+        if is_first and not is_last:
+            self._note_loss(owners)
         was = [(owner, name, owner.__dict__.get(name)) for owner in owners for name in names]
         for owner, name, _ in was:
             owner.__dict__[name] = _do_nothing
@@ -273,6 +283,16 @@ class OnceHooks:
                     del owner.__dict__[name]
                 else:
                     owner.__dict__[name] = own
+
+    def _note_loss(self, owners: list[Any]) -> None:
+        bases = (Callback.on_before_backward, LightningModule.on_before_backward)
+        users = [owner for owner in owners if getattr(type(owner), "on_before_backward", None) not in bases]
+        if users:
+            names = ", ".join(type(owner).__name__ for owner in users)
+            self._note(
+                f"on_before_backward of {names} gets the share of the first microbatch in the place of the loss of a "
+                f"batch that is split"
+            )
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

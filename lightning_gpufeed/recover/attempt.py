@@ -17,12 +17,13 @@ from torch import distributed
 from lightning_gpufeed.device.headroom import describe_memory, is_low, release
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.errors import OOMRecoveryError
+from lightning_gpufeed.recover.batch_guard import BatchGuard, changed_in_place
 from lightning_gpufeed.recover.batch_reading import described
 from lightning_gpufeed.recover.classify import Diagnosis, Kind, classify
 from lightning_gpufeed.recover.failure import Failure, add_advice, forget, note_failure
 from lightning_gpufeed.recover.plan import RetryPlan
 from lightning_gpufeed.recover.report import OOMEvent, bytes_text
-from lightning_gpufeed.recover.split_batch import BatchGuard, BatchSplitter, Split, changed_in_place
+from lightning_gpufeed.recover.split_batch import BatchSplitter, Split
 from lightning_gpufeed.recover.split_check import check_split
 from lightning_gpufeed.recover.work import StepWork
 
@@ -79,6 +80,8 @@ class Recovery:
         self._has_checked = split_check == "skip"
         self._has_learned, self._num_checks = False, 0
         self._has_talked = False
+        self._lost: list[str] = []
+        self._num_splits, self._has_warned = 0, False
         self.num_retries = 0
 
     def run(self, work: StepWork, batch: Any, step: int) -> Any:
@@ -110,7 +113,7 @@ class Recovery:
             if not ballot.has_failed:
                 break
             failures.append((failure, len(split.microbatches), max(split.sizes)))
-            work.undo()
+            self._lost = work.undo()
             if self._has_talked:
                 self._give_up(batch, failures, f"{TALKS}: one that does it again would talk to what the others do next")
             release(self.device)
@@ -160,7 +163,7 @@ class Recovery:
     def _attempt(self, work: StepWork, split: Split, is_retry: bool) -> tuple[Any, Failure | None]:
         """Try once. What is returned of a failure keeps none of its tensors alive."""
         try:
-            if len(split.microbatches) > 1 and not self._has_checked:
+            if len(split.microbatches) > 1 and self._is_check_due(is_retry):
                 self._check(work, split)
             return work.run(split), None
         except Exception as error:
@@ -183,10 +186,18 @@ class Recovery:
             return is_low(self.device)
         return diagnosis.kind in (Kind.DEVICE, Kind.HOST)
 
+    def _is_check_due(self, is_retry: bool) -> bool:
+        """At the first split, the 10th, the 100th ...: padding, which changes weights, may be missing in the first."""
+        if self._split_check == "skip" or self._has_warned:
+            return False
+        self._num_splits += not is_retry or self._num_splits == 0
+        is_power_of_ten = not is_retry and str(self._num_splits).rstrip("0") == "1"
+        return not self._has_checked or is_power_of_ten
+
     def _check(self, work: StepWork, split: Split) -> None:
         """Once: may batches be split at all?"""
         is_half = self._is_half or any(parameter.dtype.itemsize == 2 for parameter in work.states.parameters)
-        finding = check_split(work, split, self.splitter, self.device, is_half=is_half)
+        finding = check_split(work, split, self.splitter, self.device, is_half=is_half, first=self._num_checks)
         self._num_checks += 1
         self._has_checked = not finding.open or self._num_checks == MAX_CHECKS
         if finding.unknown is not None:
@@ -208,6 +219,7 @@ class Recovery:
             "a smaller batch or cache the gradients of the embeddings"
         )
         if self._split_check == "warn":
+            self._has_warned = True
             self._on_note(f"{finding.mismatch}. Trained on in microbatches all the same, as split_check='warn'; {cure}")
             return
         # check_split has put everything back
@@ -289,15 +301,18 @@ class Recovery:
     def _obstacle(self, guard: BatchGuard, failures: list[Failure | None]) -> str:
         """Why the batch may not be done again on this rank; empty if it may."""
         changed = changed_in_place(guard)
-        if changed:
-            return changed
+        if changed or self._lost:
+            return changed or (
+                f"the step itself changes weights ({', '.join(self._lost[:4])}), which cannot be undone; change them "
+                f"in on_train_batch_end, or in a callback"
+            )
         is_probable = [failure is not None and failure.kind is Kind.PROBABLE for failure in failures]
         return "it came again after memory was released" if is_probable[-2:] == [True, True] else ""
 
     def _give_up(self, batch: Any, failures: _Failures, reason: str) -> NoReturn:
         """Raise the first error again, with all that was tried."""
         first = next((failure for failure, _, _ in failures if failure is not None), None)
-        did = self._on_give_up()
+        did = "" if self._lost else self._on_give_up()
         lines = [f"OOMRecovery could not cure this: {reason.rstrip('.')}.", "Tried, with the same batch:"]
         for failure, number, size in failures:
             what = _how(number, size)

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_gpufeed.recover.attributes import is_of_library
+
 __all__ = ["MetricStates", "find_metrics"]
 
+DEPTH = 3
+MANY = 256
+"""How deep, and in how long containers, metrics are looked for outside the module's own parts."""
 GROUPING = ("_groups", "_groups_checked", "_state_is_copy")
 """Where a collection keeps which of its metrics share a state."""
 
@@ -25,15 +30,25 @@ def find_metrics(module: nn.Module, others: Iterable[Any] = ()) -> list[nn.Modul
     Returns:
         Each once.
     """
-    held = [one for value in vars(module).values() if isinstance(value, list | tuple | dict) for one in _values(value)]
+    held: list[nn.Module] = []
+    for part in module.modules():
+        if not is_of_library(part):
+            for value in vars(part).values():
+                _find_held(value, held, DEPTH)
     parts = [part for one in (module, *others, *held) for part in one.modules()]
     return list({id(part): part for part in parts if isinstance(part, Metric | MetricCollection)}.values())
 
 
-def _values(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> list[nn.Module]:
-    """Metrics in a plain list or dict, which makes them no parts of the module."""
-    values = container.values() if isinstance(container, dict) else container
-    return [value for value in values if isinstance(value, Metric | MetricCollection)]
+def _find_held(value: Any, found: list[nn.Module], depth: int) -> None:
+    """Metrics in plain containers and in objects of the user's own, which makes them no parts of the module."""
+    if isinstance(value, Metric | MetricCollection):
+        found.append(value)
+    elif depth and isinstance(value, list | tuple | dict) and len(value) <= MANY:
+        for one in value.values() if isinstance(value, dict) else value:
+            _find_held(one, found, depth - 1)
+    elif depth and not is_of_library(value) and not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
+        for one in list(vars(value).values()):
+            _find_held(one, found, depth - 1)
 
 
 def _copied(grouping: Any) -> Any:

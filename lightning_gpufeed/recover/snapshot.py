@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 import operator
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
+
+from lightning_gpufeed.recover.attributes import can_be_copied_into, is_ordinary
 
 __all__ = ["BufferStates", "GeneratorStates"]
 
@@ -105,7 +107,7 @@ class BufferStates:
                 self._places.append((owner._buffers, name))
                 self._names.append(f"{path}.{name}" if path else name)
                 buffer = owner._buffers[name]
-                is_small = buffer is not None and _can_be_copied_into(buffer) and _bytes_of(buffer) <= SMALL_BYTES
+                is_small = buffer is not None and can_be_copied_into(buffer) and _bytes_of(buffer) <= SMALL_BYTES
                 self._is_moving.append(is_small or isinstance(owner, _NormBase))
         number = len(self._places)
         self._tensors: list[torch.Tensor | None] = [None] * number
@@ -128,13 +130,13 @@ class BufferStates:
             return
         for i, (owner, name) in enumerate(self._places):
             tensor = owner.get(name)
-            if tensor is None or is_lazy(tensor) or (tensor.is_inference() and not is_inference):
+            if tensor is None or not is_ordinary(tensor) or (tensor.is_inference() and not is_inference):
                 self._tensors[i] = tensor  # nothing, or what cannot be changed in place here
                 self._copies[i] = None
                 continue
             version = -1 if tensor.is_inference() else tensor._version
             if is_inference:
-                if _bytes_of(tensor) > LARGE_BYTES or not _can_be_copied_into(tensor):
+                if _bytes_of(tensor) > LARGE_BYTES or not can_be_copied_into(tensor):
                     self._tensors[i], self._versions[i], self._copies[i] = tensor, version, None
                     continue
             elif not self._is_moving[i]:
@@ -143,18 +145,20 @@ class BufferStates:
                     continue
                 if not is_known:
                     self._tensors[i], self._versions[i] = tensor, version
-                    self._copies[i] = tensor.detach().to("cpu", copy=True)
+                    self._copies[i] = _on_host(tensor)
                     continue
-                if not _can_be_copied_into(tensor):
-                    self._versions[i], self._copies[i] = version, tensor.detach().to("cpu", copy=True)
+                if not can_be_copied_into(tensor):
+                    self._versions[i], self._copies[i] = version, _on_host(tensor)
                     continue
                 self._is_moving[i], self._copies[i] = True, None
             copy = self._copies[i]
             is_same_kind = copy is not None and copy.device == tensor.device and copy.dtype == tensor.dtype
             is_same_kind = is_same_kind and copy is not None and copy.is_inference() == is_inference
             if copy is None or not is_same_kind or copy.shape != tensor.shape:
-                copy = torch.empty_like(tensor)
-                self._copies[i] = copy
+                self._copies[i] = copy = _memory_like(tensor)
+            if copy is None:
+                self._tensors[i], self._versions[i] = tensor, version
+                continue
             self._tensors[i], self._versions[i] = tensor, version
             sources.append(tensor)
             targets.append(copy)
@@ -177,7 +181,9 @@ class BufferStates:
         )
 
     def _has_moved(self, tensor: torch.Tensor | None, i: int) -> bool:
-        return tensor is None or is_lazy(tensor) or tensor.is_inference() or tensor._version != self._versions[i]
+        return (
+            tensor is None or not is_ordinary(tensor) or tensor.is_inference() or tensor._version != self._versions[i]
+        )
 
     @torch.no_grad()
     def put_back(self, *, keeps_new: bool = False) -> None:
@@ -199,6 +205,31 @@ class BufferStates:
                 tensor.copy_(copy)
                 if not tensor.is_inference():
                     self._versions[i] = tensor._version
+
+    @torch.no_grad()
+    def put_back_named(self, names: Collection[str]) -> None:
+        """Give some buffers the values of the last `save`.
+
+        Args:
+            names: Theirs.
+        """
+        for i, name in enumerate(self._names if names else ()):
+            tensor, copy = self._tensors[i], self._copies[i]
+            if name in names and tensor is not None and copy is not None and tensor.shape == copy.shape:
+                self._places[i][0][self._places[i][1]] = tensor
+                tensor.copy_(copy)
+
+    def values(self, names: Collection[str]) -> list[torch.Tensor]:
+        """Copies of some buffers as they are now.
+
+        Args:
+            names: Theirs.
+
+        Returns:
+            In the order of the module.
+        """
+        chosen = [place for place, name in zip(self._places, self._names, strict=True) if name in names]
+        return [owner[name].detach().clone() for owner, name in chosen]
 
     def changed_names(self) -> list[str]:
         """Which buffers differ from the last `save`, but for the statistics of batch normalisation.
@@ -222,8 +253,16 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _can_be_copied_into(tensor: torch.Tensor) -> bool:
-    """Whether it is an ordinary tensor each of whose elements has a place of its own."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
-        return False
-    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+def _memory_like(tensor: torch.Tensor) -> torch.Tensor | None:
+    """None where there is no more memory: a training that runs must not end for want of a copy."""
+    try:
+        return torch.empty_like(tensor)
+    except (RuntimeError, MemoryError):
+        return None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.detach().to("cpu", copy=True)
+    except (RuntimeError, MemoryError):
+        return None

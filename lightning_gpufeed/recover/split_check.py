@@ -21,7 +21,7 @@ from lightning_gpufeed.recover.logged import LogCall, find_rules
 from lightning_gpufeed.recover.snapshot import GeneratorStates
 from lightning_gpufeed.recover.split_batch import BatchSplitter, Split
 from lightning_gpufeed.recover.states import without_randomness
-from lightning_gpufeed.recover.work import StepWork
+from lightning_gpufeed.recover.work import MOVES_ONCE, StepWork
 
 __all__ = ["Finding", "check_split"]
 
@@ -54,7 +54,13 @@ class Finding:
 
 
 def check_split(
-    work: StepWork, split: Split, splitter: BatchSplitter, device: torch.device, *, is_half: bool = False
+    work: StepWork,
+    split: Split,
+    splitter: BatchSplitter,
+    device: torch.device,
+    *,
+    is_half: bool = False,
+    first: int = 0,
 ) -> Finding:
     """Compare a part with its halves; afterwards everything is as it was.
 
@@ -63,16 +69,18 @@ def check_split(
 
     Args:
         work: Of a batch, saved or undone.
-        split: The batch in microbatches; the first is compared, others if it left something open.
+        split: The batch in microbatches; one is compared, others if it left something open.
         splitter: That made them.
         device: Of the training.
         is_half: Whether it computes in half precision.
+        first: Which microbatch to begin with, counted round.
 
     Returns:
         What was found. Rules for logged values are put into `work.rules`.
     """
     finding = Finding()
-    for part in split.microbatches[:MAX_PARTS]:
+    begin = first % len(split.microbatches)
+    for part in (*split.microbatches[begin:], *split.microbatches[:begin])[:MAX_PARTS]:
         finding = _check_part(work, part, splitter, device, HALF_TOLERANCE if is_half else TOLERANCE)
         if finding.mismatch or finding.unknown or not finding.open:
             break
@@ -107,10 +115,16 @@ def _compared(work: StepWork, part: object, halves: Split, device: torch.device,
             try:
                 whole = _observed(work, [part], [1.0])
                 buffers = tuple(work.states.buffers.changed_names())
+                changed = work.states.weights.changed_trained()
+                if changed:
+                    return Finding(f"the step itself changes weights: {', '.join(changed[:4])}")
                 if generators.has_moved():
                     generators.put_back()
                     continue
+                moved = work.states.buffers.values(buffers)
                 parts = _observed(work, halves.microbatches, halves.weights)
+                # After the second half, which began from the same: what is equal does not depend on the data.
+                is_alike = [torch.equal(*pair) for pair in zip(moved, work.states.buffers.values(buffers), strict=True)]
                 mismatch = _mismatch(whole, parts, tolerance)
                 # A step with a state or generator of its own differs from itself as well.
                 is_steady = mismatch is None or _mismatch(whole, _observed(work, [part], [1.0]), tolerance) is None
@@ -123,6 +137,9 @@ def _compared(work: StepWork, part: object, halves: Split, device: torch.device,
             break
         rules, unmerged, is_open = find_rules(whole.logged[0], parts.logged, halves.weights, tolerance)
         work.rules.update(rules)
+        once = [name for name, alike in zip(buffers, is_alike, strict=True) if alike]
+        work.rules.update({f"{MOVES_ONCE}{name}": "max" for name in once})
+        buffers = tuple(name for name in buffers if name not in once)
         return Finding(mismatch, unmerged=tuple(unmerged), open=tuple(is_open), buffers=buffers)
     return Finding(unknown="no two passes of the step over the same part are the same, so it draws random numbers")
 

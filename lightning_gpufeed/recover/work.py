@@ -18,15 +18,20 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from lightning_gpufeed.recover.batch_guard import BatchGuard
 from lightning_gpufeed.recover.batchnorm import StatisticsOnce
 from lightning_gpufeed.recover.gradients import GradientStates
 from lightning_gpufeed.recover.logged import LogCall, Rule, combine_calls
 from lightning_gpufeed.recover.metric_calls import MetricCalls
 from lightning_gpufeed.recover.ranks import RankGuard, num_collectives
-from lightning_gpufeed.recover.split_batch import BatchGuard, Split
+from lightning_gpufeed.recover.split_batch import Split
 from lightning_gpufeed.recover.states import ModuleStates
 
-__all__ = ["Logs", "StepWork"]
+__all__ = ["MOVES_ONCE", "Logs", "StepWork"]
+
+
+MOVES_ONCE = "buffer "
+"""Begin of the name under which rules note that a buffer moves in every step, whatever the batch."""
 
 
 class Logs(Protocol):
@@ -102,6 +107,7 @@ class StepWork:
         self._gradients: GradientStates | None = None
         self._has_zeroed = zero_grad is None
         self._logged: list[LogCall] = []
+        self._num_skipped = 0
         self.phase = "forward"
         self.guard: BatchGuard | None = None
         self.has_talked = False
@@ -116,15 +122,20 @@ class StepWork:
         if self._backward is not None and self._has_zeroed:
             self._gradients = GradientStates(self.states.parameters, self.states.gradient_copies)
 
-    def undo(self) -> None:
-        """Make everything what it was before the batch; gradients what they were before it added to them."""
-        self.states.put_back()
+    def undo(self) -> list[str]:
+        """Make everything what it was before the batch; gradients what they were before it added to them.
+
+        Returns:
+            Names of weights that the step itself has changed, which cannot be undone.
+        """
+        lost = self.states.put_back()
         self.logs.put_back()
         self._logged = []
         if self._gradients is not None:
             self._gradients.put_back()
         if self._ranks is not None:
             self._ranks.undo()
+        return lost
 
     def run(self, split: Split) -> Any:
         """Do the step.
@@ -148,6 +159,8 @@ class StepWork:
     def _run_parts(self, split: Split) -> Any:
         """In microbatches, or whole with nothing logged before all ranks are done."""
         last = len(split.microbatches) - 1
+        self._num_skipped = 0
+        once = [key.removeprefix(MOVES_ONCE) for key in self.rules if key.startswith(MOVES_ONCE)]
         statistics = calls = None
         outputs: list[Any] = []
         logged: list[list[LogCall]] = []
@@ -160,6 +173,10 @@ class StepWork:
                 for part in (statistics, calls):
                     if part is not None:
                         part.begin_microbatch()
+                if number > 0:
+                    # A teacher that follows the weights does so once per batch.
+                    self.states.weights.put_back()
+                    self.states.buffers.put_back_named(once)
                 logged.append(self.logs.begin())
                 share = 1.0 if self._loss_reduction == "sum" else weight
                 outputs.append(self._pass(microbatch, share, number == 0, number == last))
@@ -169,6 +186,7 @@ class StepWork:
                 calls.end()
             if statistics is not None:
                 statistics.end()
+        self._skip_if_any_did(last + 1)
         if statistics is not None:
             statistics.apply()
         if calls is not None:
@@ -179,6 +197,16 @@ class StepWork:
                 )
         self._logged = combine_calls(logged, split.sizes, split.weights, self.rules)
         return outputs[0] if last == 0 else self._put_together(outputs, split)
+
+    def _skip_if_any_did(self, num_microbatches: int) -> None:
+        """A step that gives no loss for a part would most likely have given none for the whole."""
+        if 0 < self._num_skipped < num_microbatches:
+            if self._gradients is not None:
+                self._gradients.put_back()
+            self.notes.append(
+                "training_step gave no loss for some microbatches of a batch, so the batch is skipped, as it would "
+                "have been as a whole"
+            )
 
     def _pass(self, microbatch: Any, share: float, is_first: bool, is_last: bool) -> Any:
         self.phase = "forward"
@@ -192,6 +220,7 @@ class StepWork:
         self.phase = "backward"
         if self._gradients is not None:
             self._gradients.before_change()
+        self._num_skipped += loss is None
         if loss is not None:
             self._backward(loss if share == 1.0 else loss * share, is_first, is_last)
         return output
@@ -227,6 +256,7 @@ class StepWork:
                 for microbatch, weight in zip(microbatches, weights, strict=True):
                     # A buffer that a pass moves and uses would make each pass another function.
                     self.states.buffers.put_back(keeps_new=True)
+                    self.states.weights.put_back()
                     self.phase = "forward"
                     calls.begin_microbatch()
                     logged.append(self.logs.begin())

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.doubles import KeptList
+
 MIB = 2**20
 BATCH_SIZE, NUM_BATCHES, NUM_EPOCHS = 32, 4, 2
 LIBC = ctypes.CDLL(None)
@@ -88,9 +90,9 @@ class Hungry(pl.LightningModule):
         self.mean_losses = torch.nn.ModuleDict({f"of_{stage}": MeanMetric() for stage in stages})
         self.ceilings = ceilings or {}
         self.wraps_errors = False
-        self.attempts: list[tuple[str, int, int]] = []
-        self.alive: list[int] = []
-        self.sizes: list[tuple[int, int]] = []
+        self.attempts: list[tuple[str, int, int]] = KeptList()
+        self.alive: list[int] = KeptList()
+        self.sizes: list[tuple[int, int]] = KeptList()
         self._activations: list[weakref.ref[torch.Tensor]] = []
         self._step: tuple[str, int] | None = None
 

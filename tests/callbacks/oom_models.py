@@ -30,6 +30,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from tests.datamodules.models import MemoryLogger, make_trainer
+from tests.doubles import KeptDict, KeptList
 
 NUM_FEATURES, NUM_CLASSES = 6, 4
 NUM_SAMPLES, BATCH_SIZE = 30, 8
@@ -148,12 +149,12 @@ class Everything(pl.LightningModule):
         self.eval_accuracy = MulticlassAccuracy(NUM_CLASSES)
         self.eval_mean = MeanMetric()
         self.eval_values = CatMetric()
-        self.passes: list[tuple[int, int, int]] = []
-        self.hooks: list[tuple[str, int, int, float]] = []
-        self.sizes_seen: dict[str, list[int]] = {}
-        self.alive_before: list[list[int]] = []
-        self.drawn: list[tuple[float, float, float]] = []
-        self.watched: list[tuple[int, weakref.ref[Any]]] = []
+        self.passes: list[tuple[int, int, int]] = KeptList()
+        self.hooks: list[tuple[str, int, int, float]] = KeptList()
+        self.sizes_seen: dict[str, list[int]] = KeptDict()
+        self.alive_before: list[list[int]] = KeptList()
+        self.drawn: list[tuple[float, float, float]] = KeptList()
+        self.watched: list[tuple[int, weakref.ref[Any]]] = KeptList()
         self.now: tuple[int, int, int] = (0, 0, 0)
 
     # Failing

@@ -8,7 +8,6 @@ saved as OUT/<name>.<rank>.pt. An error is a result like any other: its type, it
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -31,16 +30,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torchmetrics import MeanMetric
 
 from lightning_gpufeed import OOMRecovery
+from lightning_gpufeed.device.headroom import release
 from tests.datamodules.models import MemoryLogger, make_trainer
+from tests.doubles import KeptDict, KeptList
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 NUM_FEATURES = 4
 # Of each rank's training batches; the last one is smaller, and not by the same on both.
 SIZES = [[8, 8, 8, 5], [8, 8, 8, 2]]
 VALIDATION_SIZES = [[8, 6], [8, 3]]
-# With a layer of 1024: 8 MiB for each of its outputs.
-BIG_SIZES = [[2048] * 3, [2048] * 3]
-CAP_BYTES = 6 * 2**20
+# A layer of 1024 gives 16 MiB. The stack of a thread that ends in between (8 MiB) is no room for that.
+BIG_SIZES = [[4096] * 2, [4096] * 2]
+CAP_BYTES = 4 * 2**20
 NO_LIMIT = resource.RLIM_INFINITY
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -53,8 +54,10 @@ def mapped_bytes() -> int:
 
 def limit_memory(num_bytes: int | None) -> None:
     """Let this process have so much more than it has now; None: as much as it wants."""
-    limit = NO_LIMIT if num_bytes is None else mapped_bytes() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, NO_LIMIT))
+    resource.setrlimit(resource.RLIMIT_AS, (NO_LIMIT, NO_LIMIT))
+    if num_bytes is not None:
+        release(torch.device("cpu"))  # what recovery gives back later would be room
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + num_bytes, NO_LIMIT))
 
 
 class Batches:
@@ -89,6 +92,22 @@ class Failing(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Fail."""
         raise torch.OutOfMemoryError(TEXT)
+
+
+class Notes:
+    """What a model writes down; unlike attributes of the module nobody puts it back.
+
+    Attributes:
+        attempts: Stage, batch and samples of each pass.
+        times: How often each failure has come.
+        starts: How many batches of a stage are over.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.attempts: list[tuple[str, int, int]] = KeptList()
+        self.times: dict[Any, int] = KeptDict()
+        self.starts: dict[str, int] = KeptDict()
 
 
 class RankModel(pl.LightningModule):
@@ -139,9 +158,7 @@ class RankModel(pl.LightningModule):
             self.to(torch.bfloat16)
         self.means = nn.ModuleDict({stage: MeanMetric() for stage in ("fit", "sanity", "validate")})
         self.failures = [tuple(failure) for failure in failures]
-        self.times: dict[Any, int] = {}
-        self.attempts: list[tuple[str, int, int]] = []
-        self.starts: dict[str, int] = {}
+        self.notes = Notes()
         self.edits, self.contrast, self.gathers, self.which = edits, contrast, gathers, optimizer
 
     # Failures
@@ -151,16 +168,16 @@ class RankModel(pl.LightningModule):
         for failure in self.failures:
             at_stage, batch, rank, at_phase, times = failure
             is_here = rank in (-1, RANK) and (at_stage, at_phase) == (stage, phase)
-            if is_here and batch == self.starts.get(stage, 0) and self.times.get(failure, 0) < times:
-                self.times[failure] = self.times.get(failure, 0) + 1
+            if is_here and batch == self.notes.starts.get(stage, 0) and self.notes.times.get(failure, 0) < times:
+                self.notes.times[failure] = self.notes.times.get(failure, 0) + 1
                 return True
         return False
 
     def loss_of(self, stage: str, batch: Any) -> torch.Tensor:
         """Forward, with its failures."""
         given, numbers = batch
-        self.attempts.append((stage, self.starts.get(stage, 0), len(given)))
-        is_again = self.attempts.count(self.attempts[-1]) > 1
+        self.notes.attempts.append((stage, self.notes.starts.get(stage, 0), len(given)))
+        is_again = self.notes.attempts.count(self.notes.attempts[-1]) > 1
         if self.is_due(stage, "error") or (is_again and self.is_due(stage, "second error")):
             raise RuntimeError("an ordinary error")
         if self.edits and RANK == 1:
@@ -207,13 +224,13 @@ class RankModel(pl.LightningModule):
     def on_validation_batch_end(self, *args: Any) -> None:
         """The next one."""
         stage = "sanity" if self.trainer.sanity_checking else "validate"
-        self.starts[stage] = self.starts.get(stage, 0) + 1
+        self.notes.starts[stage] = self.notes.starts.get(stage, 0) + 1
 
     def on_train_batch_end(self, *args: Any) -> None:
         """The next one."""
         if self.is_due("fit", "batch end"):
             raise RuntimeError("an ordinary error")
-        self.starts["fit"] = self.starts.get("fit", 0) + 1
+        self.notes.starts["fit"] = self.notes.starts.get("fit", 0) + 1
 
     def on_after_backward(self) -> None:
         """What is only short now is there again."""
@@ -344,7 +361,7 @@ def train(
         "rows": watch.rows,
         "losses": watch.losses,
         "num_microbatches": watch.num_microbatches,
-        "attempts": [list(attempt) for attempt in module.attempts],
+        "attempts": [list(attempt) for attempt in module.notes.attempts],
         "logged": [[step, metrics] for step, metrics in logger.logged],
         "events": [] if recovery_of is None else [event_of(event) for event in recovery_of.events],
     }
@@ -389,7 +406,7 @@ def refusals(plan: dict[str, Any]) -> Any:
             trainer.fit(module, Batches(SIZES), Batches(VALIDATION_SIZES))
         except Exception as raised:
             error = described(raised)
-        found[name] = {"error": error, "attempts": len(module.attempts)}
+        found[name] = {"error": error, "attempts": len(module.notes.attempts)}
     return found
 
 
@@ -411,8 +428,6 @@ SCENARIOS: dict[str, Callable[..., Any]] = {function.__name__: function for func
 
 def main() -> None:
     """Run the plan."""
-    # Freed memory goes back to the system at once, so that a limit on what is mapped is a limit on what is in use.
-    ctypes.CDLL(None).mallopt(-3, 2**16)
     # Recovery collects garbage; what was imported need not be looked through each time.
     gc.collect()
     gc.freeze()

@@ -38,6 +38,7 @@ from tests.callbacks.oom_models import (
     without_ours,
 )
 from tests.datamodules.models import every_checkpoint
+from tests.doubles import KeptList
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
@@ -65,7 +66,7 @@ class Special(Everything):
         return self.again(torch.tanh(self.middle(super().hidden_layer(inputs))))
 
     def output_of(self, loss: torch.Tensor, logits: torch.Tensor) -> Any:
-        extra = {"logits": logits.detach(), "number": 3, "name": "a", "nested": {"rows": logits.detach()[:, 0]}}
+        extra = {"logits": logits.detach(), "number": 11, "name": "a", "nested": {"rows": logits.detach()[:, 0]}}
         return {"loss": loss, "mean": logits.detach().mean(), "nothing": None, **extra}
 
 
@@ -368,12 +369,12 @@ class Raising(Everything):
 
     def __init__(self, how: str) -> None:
         super().__init__(log_everything=False)
-        self.how, self.has_failed = how, False
+        self.how, self.failed_in = how, KeptList()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1 and not self.has_failed:
-            self.has_failed = True
+        if batch_idx == 1 and not self.failed_in:
+            self.failed_in.append(batch_idx)
             held = loss * 2
             self.watch(held)
             if self.how == "cause":

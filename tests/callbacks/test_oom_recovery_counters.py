@@ -18,6 +18,7 @@ from lightning_gpufeed.errors import OOMRecoveryError
 from lightning_gpufeed.recover.classify import classify
 from tests.callbacks.oom_models import Everything, Fault, Run, differences, fit, loader, out_of_memory, samples
 from tests.datamodules.models import make_trainer, same_bits
+from tests.doubles import KeptList
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning"
@@ -39,21 +40,26 @@ class Small(Everything):
         """
         super().__init__(**LITTLE)
         self.fits, self.fails_in = fits, phase
-        self.batch_sizes: list[list[int]] = []
-        self.num_failures = 0
+        self.batch_sizes: list[list[int]] = KeptList()
+        self.failures: list[int] = KeptList()
 
     def fault(self, phase: str) -> Fault | None:
         """Fail if it does not fit."""
         epoch, batch, num_samples = self.now
         if phase != self.fails_in or num_samples <= self.fits(epoch, batch):
             return None
-        self.num_failures += 1
+        self.failures.append(batch)
         return Fault(phase, batch, epoch)
+
+    @property
+    def num_failures(self) -> int:
+        """How often it has failed."""
+        return len(self.failures)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Note the sizes of all passes over a batch."""
         number = self.current_epoch * NUM_BATCHES + batch_idx
-        self.batch_sizes += [[] for _ in range(number + 1 - len(self.batch_sizes))]
+        self.batch_sizes += [KeptList() for _ in range(number + 1 - len(self.batch_sizes))]
         self.batch_sizes[number].append(len(batch[0]))
         return super().training_step(batch, batch_idx)
 
@@ -285,9 +291,13 @@ def test_stopping_the_program_is_no_error_to_recover_from(tmp_path):
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What OOMRecovery has printed."""
+    """What OOMRecovery has printed on what ran out of memory."""
     caplog.set_level(logging.INFO)
-    return lambda: [record.message for record in caplog.records if record.message.startswith("OOMRecovery")]
+    return lambda: [
+        record.message
+        for record in caplog.records
+        if record.message.startswith("OOMRecovery") and " out of memory" in record.message
+    ]
 
 
 def test_each_event_is_one_line_and_the_end_sums_up(lines):

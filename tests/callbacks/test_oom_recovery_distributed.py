@@ -72,6 +72,7 @@ STARVING = {
     "second starves in backward": (1, "backward"),
     "both starve in backward": (-1, "backward"),
 }
+STARVING_WITH_NORMS = ["second starves in forward", "second starves in backward"]
 # Where both ranks end, and how the test of it is called.
 ENDS: dict[str, dict[str, Any]] = {
     "error": {"failures": [["fit", 2, 1, "error", 1]]},
@@ -142,7 +143,8 @@ def scenarios_of(folder: Path) -> list[dict[str, Any]]:
         failures = [["fit", 1, rank, f"real {phase}", 1]]
         for kind, has_bn in (("", False), (", norms", True)):
             model = {"width": 1024, "bn": has_bn}
-            scenarios.append(train(f"{name}{kind}", recovery={}, failures=failures, model=model, **big))
+            if not has_bn or name in STARVING_WITH_NORMS:
+                scenarios.append(train(f"{name}{kind}", recovery={}, failures=failures, model=model, **big))
     scenarios += [
         # Of the batch of 5 and of 2 samples.
         train("ragged", recovery={}, failures=[["fit", 3, 0, "forward", 3]]),
@@ -184,7 +186,12 @@ def ranks(folder: Path) -> Ranks:
         "out": str(folder),
         "timeout_seconds": TIMEOUT_SECONDS,
     }
-    text = run_ranks(WORKER, plan, folder, num_processes=WORLD_SIZE, limit_seconds=LIMIT_SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        # The C library gives large blocks back at once, and has no other place to take them from: so a limit on what
+        # is mapped is a limit on what is used.
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        patch.setenv("MALLOC_ARENA_MAX", "1")
+        text = run_ranks(WORKER, plan, folder, num_processes=WORLD_SIZE, limit_seconds=LIMIT_SECONDS)
     return Ranks(folder, text)
 
 
@@ -328,11 +335,11 @@ def test_ranks_of_which_some_starve_end_with_the_weights_of_those_that_never_did
         assert difference(one["weights"], other["weights"]) <= CLOSE
 
 
-@pytest.mark.parametrize("name", STARVING)
+@pytest.mark.parametrize("name", STARVING_WITH_NORMS)
 def test_starving_with_statistics_that_are_sent_between_the_ranks_does_not_hang(ranks, name):
     results = ranks.trained(f"{name}, norms")
     assert_split_alike(results, name)
-    assert [int(result["weights"]["norm.num_batches_tracked"]) for result in results] == [3, 3]
+    assert [int(result["weights"]["norm.num_batches_tracked"]) for result in results] == [2, 2]
 
 
 def assert_split_alike(results: list[dict[str, Any]], name: str) -> None:
@@ -509,13 +516,14 @@ def test_a_model_in_parts_on_several_ranks_is_refused(strategy):
         OOMRecovery().setup(trainer, RankModel([]), "fit")
 
 
-def test_one_device_under_ddp_survives_a_backward_pass_that_broke_off():
+def test_one_device_under_ddp_survives_a_backward_pass_that_broke_off(tmp_path):
     # The reducer of DDP is there for one rank as well, and cannot begin again what it has not finished.
     states = []
     for failures, callbacks in (([], []), ([["fit", 1, -1, "backward", 2]], [OOMRecovery()])):
         model = RankModel(failures)
         strategy = DDPStrategy(process_group_backend="gloo")
-        make_trainer(strategy=strategy, callbacks=callbacks, max_epochs=1).fit(model, Batches(SIZES), Batches(SIZES))
+        trainer = make_trainer(strategy=strategy, callbacks=callbacks, max_epochs=1, default_root_dir=tmp_path)
+        trainer.fit(model, Batches(SIZES), Batches(SIZES))
         states.append(model.state_dict())
     [event] = callbacks[0].events
     assert (event.num_retries, event.num_microbatches, event.phase) == (2, 2, "backward")

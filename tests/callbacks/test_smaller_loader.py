@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gpufeed import H5DataModule, OOMRecovery
 from tests.callbacks.oom_models import out_of_memory
 from tests.datamodules.models import every_checkpoint, make_trainer, same_bits, state_of, write_images
+from tests.doubles import KeptDict, KeptList
 
 NUM_SAMPLES, BATCH_SIZE, LIMIT = 32, 8, 4
 """Four batches an epoch; more than 4 samples do not fit into memory."""
@@ -32,8 +33,8 @@ class Numbered(pl.LightningModule):
             torch.manual_seed(7)
             self.layer = torch.nn.Linear(72, 3)
         self.limit, self.make_scheduler = limit, make_scheduler
-        self.steps: list[tuple[int, int, int, float]] = []
-        self.samples: dict[int, list[int]] = {}
+        self.steps: list[tuple[int, int, int, float]] = KeptList()
+        self.samples: dict[int, list[int]] = KeptDict()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         images, labels = (batch["images"], batch["labels"]) if isinstance(batch, dict) else batch

@@ -18,7 +18,7 @@ from lightning_gpufeed.recover.report import OOMEvent
 from lightning_gpufeed.recover.split_batch import BatchSplitter, Split
 from lightning_gpufeed.recover.states import ModuleStates
 from lightning_gpufeed.recover.work import StepWork
-from tests.doubles import EventLog
+from tests.doubles import EventLog, KeptList
 
 CPU = torch.device("cpu")
 DEVICE_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB"
@@ -86,7 +86,7 @@ class Faults:
         self.wanted = wanted
         self.batch = self.attempt = self.microbatch = -1
         self.is_running = False
-        self.activations: list[weakref.ref[torch.Tensor]] = []
+        self.activations: list[weakref.ref[torch.Tensor]] = KeptList()
 
     def num_alive(self) -> int:
         """Activations of all attempts so far that something still holds."""
@@ -128,6 +128,7 @@ class Net(nn.Module):
         generator = torch.Generator().manual_seed(3)
         self.first, self.between, self.last = nn.Linear(6, 8), between or nn.Tanh(), nn.Linear(8, 4)
         self.faults = faults
+        self.kept: list[BaseException] = KeptList()
         with torch.no_grad():
             for parameter in [*self.first.parameters(), *self.last.parameters()]:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)

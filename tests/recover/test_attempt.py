@@ -103,13 +103,14 @@ def test_a_step_that_keeps_its_error_or_raises_another_from_it_keeps_no_tensor_b
         try:
             return cross_entropy_step(module, batch, logs)
         except RuntimeError as error:
-            module.kept = kept = error
+            kept = error
+            module.kept.append(error)
             raise RuntimeError("the step has failed") from kept
 
     loop = watched(fails(("forward", 0, device_error), ("forward", 0, device_error)), step=step)
     loop.train(make_batches(1))
     assert [event for event in loop.log.events if "alive" in event] == ["handling nothing, 0 alive"] * 2
-    assert loop.module.kept.__traceback__ is None
+    assert loop.module.kept[0].__traceback__ is None
 
 
 # The same numbers ------------------------------------------------------------------------------------------------
@@ -469,7 +470,7 @@ def test_what_a_user_should_know_is_said():
 
     loop = make_loop(fails(*[("forward", 0, device_error)] * 2), step=logging)
     loop.train(make_batches(3))
-    [note] = loop.notes
+    [note] = [note for note in loop.notes if "buffer" not in note]
     assert note.startswith("'spread' of a batch does not follow from its microbatches in any known way")
 
 

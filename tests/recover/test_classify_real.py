@@ -93,13 +93,17 @@ REAL: dict[str, tuple[str, str, Kind, int | None]] = {
         """
 import datetime, shutil, tempfile, torch.distributed
 folder = tempfile.mkdtemp()
+ready, may_end = os.pipe()
 child = os.fork()
 torch.distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/store", world_size=2, rank=int(child == 0),
     timeout=datetime.timedelta(seconds=10),
 )
+torch.distributed.barrier()
 if child == 0:
+    os.read(ready, 1)  # the other one is past the barrier, so it is connected
     os._exit(0)
+os.write(may_end, b"x")
 os.waitpid(child, 0)
 shutil.rmtree(folder)
 judge(lambda: torch.distributed.all_reduce(torch.ones(4)))

@@ -13,7 +13,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_gpufeed.device.samples import walk
-from lightning_gpufeed.recover.split_batch import BatchGuard, BatchSplitter
+from lightning_gpufeed.recover.batch_guard import BatchGuard
+from lightning_gpufeed.recover.split_batch import BatchSplitter
 
 
 class Pair(NamedTuple):
