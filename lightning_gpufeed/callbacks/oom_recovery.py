@@ -69,7 +69,7 @@ class OOMRecovery(Callback):
     What stays bitwise equal to training without this callback: everything, as long as no batch is split; also when a
     batch fits at the second try (with more than two ranks: up to the order in which their gradients are added). What is
     equal up to rounding: a batch in microbatches. What is not: outputs of batch normalisation, which sees microbatches
-    (its running statistics are counted once per batch, see `correct_batchnorm`); dropout masks of a batch that is split;
+    (running statistics are counted once per batch, see `correct_batchnorm`); dropout masks of a batch that is split;
     buffers and attributes, which a step may change once per microbatch. A loss that is no mean over samples is refused.
 
     What cannot be undone is not supported: manual optimization, strategies that keep the model on several devices,

@@ -198,6 +198,7 @@ class Recovery:
         """Once: may batches be split at all?"""
         is_half = self._is_half or any(parameter.dtype.itemsize == 2 for parameter in work.states.parameters)
         finding = check_split(work, split, self.splitter, self.device, is_half=is_half, first=self._num_checks)
+        release(self.device)
         self._num_checks += 1
         self._has_checked = not finding.open or self._num_checks == MAX_CHECKS
         if finding.unknown is not None:

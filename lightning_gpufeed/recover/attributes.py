@@ -17,7 +17,9 @@ __all__ = ["AttributeStates", "can_be_copied_into", "is_of_library", "is_ordinar
 LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "torchvision", "numpy", "builtins"})
 CONTAINERS = (list, dict, set, deque, Counter, defaultdict, OrderedDict)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None), torch.Tensor, np.ndarray, *CONTAINERS})
+PLAIN = frozenset(
+    {int, float, bool, complex, str, bytes, tuple, frozenset, type(None), torch.Tensor, np.ndarray, *CONTAINERS}
+)
 MANY = 10_000
 """Entries from which on only the length of a list is noted, and nothing of another container."""
 DEEP = 3

@@ -93,17 +93,18 @@ class Hungry(pl.LightningModule):
         self.attempts: list[tuple[str, int, int]] = KeptList()
         self.alive: list[int] = KeptList()
         self.sizes: list[tuple[int, int]] = KeptList()
-        self._activations: list[weakref.ref[torch.Tensor]] = []
-        self._step: tuple[str, int] | None = None
+        self._activations: list[weakref.ref[torch.Tensor]] = KeptList()
+        self._steps: list[tuple[str, int]] = KeptList([("", -1)])
 
     def begin(self, stage: str, step: int, num_samples: int) -> None:
         """Write down that an attempt begins; lower the ceiling at the first."""
-        if self._step != (stage, step):
-            self._step, self._activations = (stage, step), []
+        if self._steps[-1] != (stage, step):
+            self._steps.append((stage, step))
+            self._activations.clear()
             lift_ceiling()
             if (stage, step) in self.ceilings:
                 self.forward(torch.zeros(1, 8, dtype=torch.float64))  # maps what the first call of anything maps
-                self._activations = []
+                self._activations.clear()
                 lower_ceiling(self.ceilings[stage, step])
         self.attempts.append((stage, step, num_samples))
         self.alive.append(sum(activation() is not None for activation in self._activations))
