@@ -83,8 +83,6 @@ class OOMRecovery(Callback):
         >>> callbacks = [OOMRecovery()]
         >>> callbacks = [OOMRecovery(weight_fn=lambda batch: (batch["labels"] != -100).sum())]     # a mean over tokens
         >>> callbacks = [OOMRecovery(mode="shrink_loader", scale_lr="linear")]
-
-    Source: ours.
     """
 
     def __init__(
@@ -214,12 +212,14 @@ class OOMRecovery(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take everything back."""
-        self._take_back()
+        if self._serves is trainer:
+            self._take_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take everything back: `teardown` is not called then."""
-        self._announcer.summary(self.num_microbatches)
-        self._take_back()
+        if self._serves is trainer:
+            self._announcer.summary(self.num_microbatches)
+            self._take_back()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Guard the optimizer, and what DDP would do between ranks; both exist now, before the first validation.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import random
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ class Fault:
         """Fail."""
         self.num_raised += 1
         raise self.error()
+
+
+SCRATCH = tempfile.TemporaryDirectory()
+"""Where files go that no test asks for; gone at the end."""
 
 
 class Token:
@@ -526,6 +531,7 @@ def fit(
     witness, logger = Witness(), MemoryLogger()
     ours = [] if recovery is None else [recovery]
     settings = {"max_epochs": 2, "logger": logger, **settings}
+    settings.setdefault("default_root_dir", SCRATCH.name)  # emergency checkpoints
     trainer = make_trainer(callbacks=[*ours, *callbacks, witness], **settings)
     trainer.fit(model, loader() if train is None else train, val)
     return Run(model, trainer, witness, logger, (random.random(), float(np.random.rand()), float(torch.rand(()))))
