@@ -195,12 +195,16 @@ class Recovery:
         return not self._has_checked or is_power_of_ten
 
     def _check(self, work: StepWork, split: Split) -> None:
-        """Once: may batches be split at all?"""
+        """May batches be split at all?"""
         is_half = self._is_half or any(parameter.dtype.itemsize == 2 for parameter in work.states.parameters)
         finding = check_split(work, split, self.splitter, self.device, is_half=is_half, first=self._num_checks)
         release(self.device)
         self._num_checks += 1
         self._has_checked = not finding.open or self._num_checks == MAX_CHECKS
+        if finding.changed:
+            self._lost = list(finding.changed)
+            # Nothing is saved: the pass has changed them already.
+            raise OOMRecoveryError(f"the batch cannot be split into microbatches: {self._changes_weights()}.")
         if finding.unknown is not None:
             self._on_note(f"whether the loss of a batch follows from its parts could not be checked: {finding.unknown}")
         for name in finding.buffers:
@@ -303,12 +307,15 @@ class Recovery:
         """Why the batch may not be done again on this rank; empty if it may."""
         changed = changed_in_place(guard)
         if changed or self._lost:
-            return changed or (
-                f"the step itself changes weights ({', '.join(self._lost[:4])}), which cannot be undone; change them "
-                f"in on_train_batch_end, or in a callback"
-            )
+            return changed or self._changes_weights()
         is_probable = [failure is not None and failure.kind is Kind.PROBABLE for failure in failures]
         return "it came again after memory was released" if is_probable[-2:] == [True, True] else ""
+
+    def _changes_weights(self) -> str:
+        return (
+            f"the step itself changes weights ({', '.join(self._lost[:4])}), which cannot be undone; change them in "
+            f"on_train_batch_end, or in a callback"
+        )
 
     def _give_up(self, batch: Any, failures: _Failures, reason: str) -> NoReturn:
         """Raise the first error again, with all that was tried."""

@@ -55,11 +55,6 @@ class StatisticsOnce:
             self._handles.append(norm.register_forward_hook(_note_in(microbatches)))
             norm.momentum = 1.0  # the running statistics are then those of the last call
 
-    @property
-    def num_norms(self) -> int:
-        """How many normalisations this is about."""
-        return len(self._norms)
-
     def begin_microbatch(self) -> None:
         """The next calls are of one more microbatch."""
         for microbatches in self._seen:

@@ -44,6 +44,7 @@ class Finding:
         unmerged: Logged values of the whole that do not follow from those of the parts.
         open: Logged values that were zero, so that any way fits.
         buffers: Buffers that one pass changes.
+        changed: Trained weights that a pass has changed by itself, which is not undone.
     """
 
     mismatch: str | None = None
@@ -51,6 +52,7 @@ class Finding:
     unmerged: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 def check_split(
@@ -82,7 +84,7 @@ def check_split(
     begin = first % len(split.microbatches)
     for part in (*split.microbatches[begin:], *split.microbatches[:begin])[:MAX_PARTS]:
         finding = _check_part(work, part, splitter, device, HALF_TOLERANCE if is_half else TOLERANCE)
-        if finding.mismatch or finding.unknown or not finding.open:
+        if finding.mismatch or finding.unknown or finding.changed or not finding.open:
             break
     return finding
 
@@ -117,7 +119,7 @@ def _compared(work: StepWork, part: object, halves: Split, device: torch.device,
                 buffers = tuple(work.states.buffers.changed_names())
                 changed = work.states.weights.changed_trained()
                 if changed:
-                    return Finding(f"the step itself changes weights: {', '.join(changed[:4])}")
+                    return Finding(changed=tuple(changed))
                 if generators.has_moved():
                     generators.put_back()
                     continue

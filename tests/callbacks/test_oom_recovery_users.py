@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_gpufeed import OOMRecovery
+from lightning_gpufeed import OOMRecovery, OOMRecoveryError
 from tests.datamodules.models import make_trainer, same_bits
 from tests.doubles import KeptList
 
@@ -196,6 +196,14 @@ def test_a_step_that_changes_trained_weights_is_not_done_again_and_the_weight_is
         fit(model, OOMRecovery(), default_root_dir=tmp_path)
     assert "the step itself changes weights (layer.weight)" in raised.value.__notes__[0]
     assert list(tmp_path.iterdir()) == []  # nothing is saved that was not before the batch
+
+
+@pytest.mark.parametrize("split_check", ["refuse", "warn"])
+def test_a_step_that_changes_trained_weights_is_not_split_and_nothing_is_saved(tmp_path, split_check):
+    recovery = OOMRecovery(num_microbatches=2, split_check=split_check)
+    with pytest.raises(OOMRecoveryError, match=r"the step itself changes weights \(layer.weight\)"):
+        fit(Clamped(), recovery, default_root_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Guarded(Base):

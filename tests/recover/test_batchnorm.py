@@ -187,7 +187,7 @@ def test_frozen_normalisations_and_those_without_statistics_are_left_alone():
     net = nn.Sequential(frozen, untracked, group, nn.BatchNorm1d(5))
     before = statistics_of(frozen)
     statistics = StatisticsOnce(net)
-    assert statistics.num_norms == 1
+    assert len(statistics._norms) == 1
     assert (frozen.momentum, untracked.momentum) == (0.1, 0.1)
     statistics.begin_microbatch()
     net(make_input((5,)))
