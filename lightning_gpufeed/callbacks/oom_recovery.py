@@ -280,7 +280,6 @@ class OOMRecovery(Callback):
         self, trainer: Trainer, pl_module: LightningModule, own: Closure, kwargs: OrderedDict[str, Any], batch_idx: int
     ) -> Closure:
         if not self._is_active(trainer) or own._backward_fn is None:
-            self._closure = self._work = None
             return own
         self._is_again = False
         self._closure = RecoveringClosure(own, kwargs, batch_idx, partial(self._train, trainer, pl_module))

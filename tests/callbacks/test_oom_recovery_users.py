@@ -261,6 +261,40 @@ def test_an_epoch_without_backward_is_left_alone():
     assert same_bits(ours.state_dict(), plain.state_dict())
 
 
+class Averaged(Base):
+    """With statistics, which averaging weights computes anew in an epoch without backward."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm = torch.nn.BatchNorm1d(6)
+
+    def loss_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layer(self.norm(x)), y)
+
+
+def test_an_error_in_an_epoch_without_backward_comes_out_and_is_not_taken_for_one_of_an_earlier_batch():
+    recovery = OOMRecovery()
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Averaged(((4 * NUM_BATCHES - 1, "forward", 1),)), averaging, recovery, max_epochs=3)
+    assert recovery.events == []
+
+
+class Spectral(Base):
+    """A layer whose buffers move in every pass, whatever the batch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.layer = torch.nn.utils.parametrizations.spectral_norm(self.layer)
+
+
+def test_buffers_that_move_in_every_pass_move_once_per_batch():
+    plain, ours = fit(Spectral()), fit(Spectral(), OOMRecovery(num_microbatches=2))
+    assert distance(ours, plain) < ROUNDING
+
+
 def test_nothing_of_a_batch_is_held_after_its_step():
     held: list[bool] = []
 
