@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpufeed.callbacks import BatchEcho, OOMRecovery
+from lightning_gpufeed.callbacks import BatchEcho, FeedMonitor, OOMRecovery
 from lightning_gpufeed.datamodules import H5DataModule, H5ImageDataModule
 from lightning_gpufeed.errors import FeedError, GpuFeedError, LayoutError, OOMRecoveryError, PackError
 from lightning_gpufeed.hdf5.loader import H5Loader
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchEcho",
     "FeedError",
+    "FeedMonitor",
     "GpuFeedError",
     "H5DataModule",
     "H5ImageDataModule",

@@ -8,7 +8,69 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepClock"]
+__all__ = ["DeviceMarks", "StepClock"]
+
+
+class DeviceMarks:
+    """Points in the work of a device, recorded as the host gives it that work, and read once they are reached.
+
+    On a CUDA device a mark is an event in the queue of the current stream; on the CPU it is the time. Nothing here
+    waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """No mark yet.
+
+        Args:
+            device: Where the work runs.
+        """
+        self.is_cuda = device.type == "cuda"
+        self._device = device
+        self._spare: list[Any] = []
+
+    def mark(self) -> Any:
+        """A mark behind all the work given so far.
+
+        Returns:
+            To be handed to the other methods.
+        """
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the device has come that far.
+
+        Args:
+            mark: From `mark`.
+
+        Returns:
+            True on the CPU.
+        """
+        return bool(mark.query()) if self.is_cuda else True
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Time of the device between two marks that it has reached.
+
+        Args:
+            begin: The earlier one.
+            end: The later one.
+
+        Returns:
+            Seconds.
+        """
+        return float(begin.elapsed_time(end)) / 1000 if self.is_cuda else float(end - begin)
+
+    def recycle(self, *marks: Any) -> None:
+        """Give marks back that are not needed any more.
+
+        Args:
+            *marks: Reached by the device.
+        """
+        if self.is_cuda:
+            self._spare.extend(marks)
 
 
 class StepClock:
@@ -29,8 +91,7 @@ class StepClock:
         Args:
             device: Where the steps run. CUDA events are recorded on its current stream.
         """
-        self._is_cuda = device.type == "cuda"
-        self._device = device
+        self._marks = DeviceMarks(device)
         self._begun: Any = None
         self._pending: deque[tuple[Any, Any]] = deque()
         self.num_steps = 0
@@ -38,12 +99,12 @@ class StepClock:
 
     def begin(self) -> None:
         """A step begins."""
-        self._begun = self._mark()
+        self._begun = self._marks.mark()
 
     def end(self) -> None:
         """The step's last work was given to the device."""
         if self._begun is not None:
-            self._pending.append((self._begun, self._mark()))
+            self._pending.append((self._begun, self._marks.mark()))
             self._begun = None
         self._collect()
 
@@ -62,19 +123,13 @@ class StepClock:
         self._pending.clear()
         self.num_steps, self.seconds = 0, 0.0
 
-    def _mark(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _collect(self) -> None:
         """Add up the steps that are finished by now."""
         while self._pending:
             begin, end = self._pending[0]
-            if self._is_cuda and not end.query():
+            if not self._marks.is_reached(end):
                 return
             self._pending.popleft()
-            self.seconds += begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin
+            self.seconds += self._marks.seconds(begin, end)
             self.num_steps += 1
+            self._marks.recycle(begin, end)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 __all__ = ["HostVote", "warn_uneven_ranks"]
+
+T = TypeVar("T")
 
 
 class HostVote:
@@ -58,6 +60,22 @@ class HostVote:
             The same on every rank.
         """
         return self._reduce(numbers, distributed.ReduceOp.MAX)
+
+    def collect(self, item: T) -> list[T]:
+        """What each rank has to say.
+
+        Args:
+            item: Anything that can be pickled.
+
+        Returns:
+            By rank, the same on every rank.
+        """
+        if self._group is None:
+            return [item]
+        items: list[Any] = [None] * self.num_ranks
+        distributed.all_gather_object(items, item, group=self._group)
+        self.num_votes += 1
+        return items
 
     def _reduce(self, numbers: tuple[int, ...], operation: Any) -> list[int]:
         if self._group is None:

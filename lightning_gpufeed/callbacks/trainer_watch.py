@@ -1,0 +1,124 @@
+"""Tells an observer what a Trainer does, from the places where Lightning itself marks it.
+
+Private names of Lightning, each asserted in `tests/test_private_api.py`:
+
+==========================================  ===============================================================
+name                                        what for
+==========================================  ===============================================================
+"[...].train_dataloader_next"               name of the profiled action that fetches a training batch
+"run_training_batch"                        the same for forward, backward and update
+"[...].transfer_batch_to_device"            the same for the copy to the device
+epoch_loop._broadcast_sigterm_tensor        Lightning's own question to all ranks before each step
+fit_loop._combined_loader                   the loaders of the training
+==========================================  ===============================================================
+
+The Trainer's profiler, whichever it is, is told of each action by `start` and `stop`, which are public. They are
+wrapped on the instance, and so are `precision_plugin.convert_input`, which every training batch passes on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_gpufeed.diagnose.observer import Observer
+
+__all__ = ["TrainerWatch", "training_loader"]
+
+
+def training_loader(trainer: Trainer) -> Any:
+    """The loaders of the training; None before they are set up."""
+    return trainer.fit_loop._combined_loader
+
+
+class TrainerWatch:
+    """Hooks into one Trainer, and out of it again."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, observer: Observer) -> None:
+        """Hook in.
+
+        Args:
+            trainer: A Trainer whose strategy is set up.
+            module: The model it trains.
+            observer: Is told what happens.
+        """
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._trainer, self._observer = trainer, observer
+        loop = trainer.fit_loop.epoch_loop
+        steps = observer.steps
+        starts: dict[str, Callable[[], None]] = {
+            f"[{type(loop).__name__}].train_dataloader_next": observer.begin_wait,
+            "run_training_batch": steps.begin_compute,
+        }
+        stops: dict[str, Callable[[], None]] = {
+            f"[{type(loop).__name__}].train_dataloader_next": observer.end_wait,
+            "run_training_batch": steps.end_compute,
+        }
+        owners = [f"[LightningModule]{type(module).__name__}"]
+        if (datamodule := getattr(trainer, "datamodule", None)) is not None:
+            owners.append(f"[LightningDataModule]{type(datamodule).__name__}")
+        for owner in owners:
+            starts[f"{owner}.transfer_batch_to_device"] = steps.begin_copy
+            stops[f"{owner}.transfer_batch_to_device"] = steps.end_copy
+        self._watch_profiler(starts, stops)
+        self._watch_batches()
+        if trainer.world_size > 1:
+            self._watch_question(loop)
+
+    def _watch_profiler(self, starts: dict[str, Callable[[], None]], stops: dict[str, Callable[[], None]]) -> None:
+        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
+        start, stop = profiler.start, profiler.stop
+
+        def watched_start(action_name: str) -> None:
+            start(action_name)
+            told = starts.get(action_name)
+            if told is not None:
+                told()
+
+        def watched_stop(action_name: str) -> None:
+            told = stops.get(action_name)
+            if told is not None:
+                told()
+            stop(action_name)
+
+        self._replace(profiler, "start", watched_start)
+        self._replace(profiler, "stop", watched_stop)
+
+    def _watch_batches(self) -> None:
+        plugin, trainer, look = self._trainer.precision_plugin, self._trainer, self._observer.look_at
+        convert = plugin.convert_input
+
+        def watched_convert(data: Any) -> Any:
+            if trainer.training:
+                look(data)
+            return convert(data)
+
+        self._replace(plugin, "convert_input", watched_convert)
+
+    def _watch_question(self, loop: Any) -> None:
+        steps, ask = self._observer.steps, loop._broadcast_sigterm_tensor
+
+        def watched_ask() -> None:
+            steps.begin_sync()
+            try:
+                ask()
+            finally:
+                steps.end_sync()
+
+        self._replace(loop, "_broadcast_sigterm_tensor", watched_ask)
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        """Put a function in an instance's own attributes."""
+        self._undo.append((owner, name, owner.__dict__.get(name)))
+        owner.__dict__[name] = new
+
+    def close(self) -> None:
+        """Hook out; what somebody else has put in place since then is left alone."""
+        for owner, name, before in reversed(self._undo):
+            if before is None:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = before
+        self._undo.clear()

@@ -1,0 +1,242 @@
+"""Measures how fast a file can be fed on this machine, without a model, and what limits that.
+
+::
+
+    first pass       | at most half of the time; may come from storage, and maps the files
+    feed             |                    the rest: epoch after epoch, without a step           |
+    feed and step    |                    half of the rest            | a step that sleeps      |
+
+Batches come from the same loader as in a training, are watched by the same observer as in a training, and judged by
+the same verdict. The one who takes them does nothing else, so the feed sets the pace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_loader, find_readers, name_files
+from lightning_gpufeed.cli.bench_report import BenchReport, FeedRate, StepTrial
+from lightning_gpufeed.diagnose.observer import Observer, Readers
+from lightning_gpufeed.diagnose.verdict import BOUND_SHARE, judge
+from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.hdf5.access import StrPath
+from lightning_gpufeed.hdf5.arguments import whole_number
+from lightning_gpufeed.hdf5.keys import group_by_split, list_arrays
+from lightning_gpufeed.hdf5.loader import H5Loader
+from lightning_gpufeed.hdf5.order import Shuffle, parse_shuffle
+from lightning_gpufeed.hdf5.source import H5Source
+
+__all__ = ["bench_file"]
+
+_CACHED_SHARE = 0.95
+"""Of 64 places looked at, three may be missing."""
+_FASTEST_BYTES, _FASTEST_SAMPLES = 20e9, 4e6
+"""No feed delivers more of them in a second."""
+_MOST_LISTED = 1 << 22
+_MOST_DIFFERENT = 64
+_COPY_SECONDS = 0.05
+_COPY_BYTES = 1 << 20
+
+
+def bench_file(
+    path: StrPath,
+    *,
+    keys: Sequence[str] | None = None,
+    batch_size: int = 256,
+    shuffle: Shuffle | str = "full",
+    seconds: float = 5.0,
+    step_seconds: float = 0.0,
+) -> BenchReport:
+    """Feed batches for a while, and judge.
+
+    Args:
+        path: An HDF5 file.
+        keys: Datasets to feed; None takes the largest one and all of the same split and length.
+        batch_size: Samples per batch; a file that has fewer is fed in batches of all of them.
+        shuffle: Order of the samples, see `lightning_gpufeed.hdf5.order`.
+        seconds: Time to measure for, above 0; at least one batch is taken in each part.
+        step_seconds: Length of a step to pretend after each batch in the last part; 0 for none.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: An argument is out of range.
+        LayoutError: The file cannot be used, or holds no numbers.
+        FileNotFoundError: There is no such file.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"seconds is {seconds:g}; expected a number of seconds above 0.")
+    if not (math.isfinite(step_seconds) and step_seconds >= 0):
+        raise ValueError(f"the step is {1000 * step_seconds:g} ms; expected a number of milliseconds, 0 or more.")
+    whole_number("batch_size", batch_size, 1)
+    with closing(H5Source(path, keys or _keys_of_largest(path))) as source:
+        if not source.specs:
+            raise LayoutError(
+                f"{os.fspath(path)}: {', '.join(map(repr, source.fields))} is text or of varying length, and no "
+                f"number goes with it; expected at least one array of numbers. Name others with --keys."
+            )
+        bench = _Bench(source, min(batch_size, source.num_samples), parse_shuffle(shuffle))
+        return bench.run(os.fspath(path), seconds, step_seconds)
+
+
+def _keys_of_largest(path: StrPath) -> list[str] | None:
+    """The largest array and all that belong to it; None, for the message, where there is none."""
+    arrays = list_arrays(path)
+    numbers = [one for one in arrays if one.kind in "biufc" and one.shape] or [one for one in arrays if one.shape]
+    if not numbers:
+        return None
+    largest = max(numbers, key=lambda one: math.prod(one.shape))
+    group = group_by_split(arrays)[largest.split]
+    return [one.key for one in group if one.shape[:1] == largest.shape[:1]]
+
+
+class _Bench:
+    """One source, watched while it is fed."""
+
+    def __init__(self, source: H5Source, batch_size: int, shuffle: Shuffle) -> None:
+        self._source, self._batch_size, self._shuffle = source, batch_size, shuffle
+        self._loader = H5Loader(source, batch_size, shuffle=shuffle)
+        self._observer = Observer(torch.device("cpu"), lambda: find_readers(self._loader), interval_seconds=0.5)
+        self._observer.loader = describe_loader(self._loader)
+        self._num_parts = 0
+
+    def run(self, path: str, seconds: float, step_seconds: float) -> BenchReport:
+        """All parts, one after the other."""
+        cached = cached_files(self._loader)
+        is_cached = all(share >= _CACHED_SHARE for share in cached.values()) if cached else None
+        end = time.perf_counter() + seconds
+        with closing(self._observer), ExitStack() as running:
+            batches = iter(running.enter_context(self._loader))
+            first = self._take(batches, seconds / 2, is_from_memory=is_cached)
+            first_usage = self._observer.counters().readers
+            if first.is_complete:
+                is_cached = True
+                batches = _endless(running.enter_context(self._long_loader(seconds)))
+                next(batches)  # the measured part does not pay for the start
+            else:
+                batches = chain(batches, _endless(self._loader))
+            left = max(0.0, end - time.perf_counter())
+            feed = self._take(batches, left / 2 if step_seconds else left, is_from_memory=is_cached)
+            counters = self._observer.counters()
+            trial = self._try_step(batches, left / 2, step_seconds, feed) if step_seconds else None
+        files = name_files(counters.loader, Readers((), ()), cached)
+        counters = dataclasses.replace(counters, loader=dataclasses.replace(counters.loader, files=files))
+        return BenchReport(
+            path=path,
+            keys=tuple(layouts[0].key for layouts in self._source.fields.values()),
+            num_samples=self._source.num_samples,
+            batch_size=self._batch_size,
+            shuffle=str(self._shuffle),
+            sample_bytes=self._sample_bytes,
+            engines=tuple(self._source.engine_lines),
+            cached_share=min(cached.values(), default=None),
+            first_pass=first,
+            first_usage=first_usage,
+            feed=feed,
+            usage=counters.readers,
+            read_ratio=counters.read_ratio,
+            copy_bytes_per_second=_copy_rate(self._source) if is_cached else None,
+            num_cores=counters.machine.num_cores,
+            verdict=judge(counters),
+            step=trial,
+        )
+
+    @property
+    def _sample_bytes(self) -> int:
+        return sum(spec.row_bytes for spec in self._source.specs.values())
+
+    def _take(
+        self, batches: Iterator[Any], seconds: float, *, step_seconds: float = 0.0, is_from_memory: bool | None = None
+    ) -> FeedRate:
+        """Take batches until the time is over or they end, one at least."""
+        observer, timer = self._observer, self._observer.steps
+        observer.begin_epoch(self._num_parts)
+        self._num_parts += 1
+        num_batches = num_samples = 0
+        first_batch_seconds = elapsed = 0.0
+        begin = time.perf_counter()
+        while not num_batches or elapsed < seconds:
+            observer.begin_wait()
+            batch = next(batches, None)
+            if batch is None:
+                break
+            observer.end_wait()
+            first_batch_seconds = first_batch_seconds or time.perf_counter() - begin
+            observer.look_at(batch)
+            num_batches, num_samples = num_batches + 1, num_samples + len(next(iter(batch.values())))
+            timer.begin_compute()
+            if step_seconds:
+                time.sleep(step_seconds)
+            timer.end_compute()
+            observer.end_step()
+            elapsed = time.perf_counter() - begin
+        observer.sample()
+        return FeedRate(
+            num_samples=num_samples,
+            num_batches=num_batches,
+            num_bytes=num_samples * self._sample_bytes,
+            seconds=elapsed,
+            first_batch_seconds=first_batch_seconds,
+            is_complete=num_samples >= self._source.num_samples,
+            is_from_memory=is_from_memory,
+        )
+
+    def _try_step(self, batches: Iterator[Any], seconds: float, step_seconds: float, feed: FeedRate) -> StepTrial:
+        """Take batches with a step after each."""
+        rate = self._take(batches, seconds, step_seconds=step_seconds)
+        share = self._observer.counters().steps.wait_share
+        has_waited = share >= BOUND_SHARE
+        # What was tried counts for more than what follows from the feed alone.
+        shortest = max(feed.batch_seconds, rate.batch_seconds) if has_waited else min(feed.batch_seconds, step_seconds)
+        return StepTrial(step_seconds, share, has_waited, shortest)
+
+    def _long_loader(self, seconds: float) -> H5Loader:
+        """A loader whose epoch is many epochs in a row: its one thread can be watched from the beginning to the end."""
+        num_samples, bytes_each = self._source.num_samples, max(1, self._sample_bytes)
+        wanted = min(_MOST_LISTED, int(seconds * min(_FASTEST_SAMPLES, _FASTEST_BYTES / bytes_each)))
+        num_epochs = -(-max(wanted, 2 * self._batch_size) // num_samples)
+        # The first epoch is over.
+        drawn = [
+            self._shuffle.permutation(num_samples, 0, 1 + epoch) for epoch in range(min(num_epochs, _MOST_DIFFERENT))
+        ]
+        order = np.tile(np.concatenate(drawn), -(-num_epochs // len(drawn)))
+        return H5Loader(self._source, self._batch_size, shuffle=None, indices=order)
+
+
+def _endless(loader: H5Loader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _copy_rate(source: H5Source) -> float | None:
+    """Bytes per second of a plain copy of the largest dataset by one thread into memory that it has used before.
+
+    `measure_unit_costs` is no bound: it copies into new memory, as a dataset that returns new arrays does.
+    """
+    layout = max((layouts[0] for layouts in source.fields.values()), key=lambda one: one.total_bytes)
+    blocks = layout.block_offsets
+    if blocks is None or not (blocks >= 0).any():
+        return None
+    begin = int(blocks[blocks >= 0].min())
+    end = int(blocks.max()) + (layout.chunk_bytes or layout.total_bytes)
+    buffer, num_bytes, elapsed, offset = bytearray(_COPY_BYTES), 0, 0.0, begin
+    with open(layout.storage_path, "rb", buffering=0) as file:
+        start = time.perf_counter()
+        while elapsed < _COPY_SECONDS:
+            count = os.preadv(file.fileno(), [memoryview(buffer)[: max(1, end - offset)]], offset)
+            num_bytes, offset = num_bytes + count, offset + count
+            if not count or offset >= end:  # the last compressed chunk may end before `end`, and the file with it
+                offset = begin
+            elapsed = time.perf_counter() - start
+    return num_bytes / elapsed if num_bytes else None

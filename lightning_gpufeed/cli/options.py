@@ -1,0 +1,176 @@
+"""The options of each command, and the texts that they are read from."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from jsonargparse import ArgumentParser
+
+__all__ = ["build_parser"]
+
+_HELP = argparse.RawDescriptionHelpFormatter
+
+_SOURCES = """\
+SOURCE is one of
+  a folder of images, one sub-folder per class (or images alone, without labels)
+  a .npy or .npz file, or an HDF5 file, which gets other chunks
+  an idx file of MNIST's kind, or a folder of them (--split train or test)
+  package.module:name of a Dataset, or of a function that returns one
+
+A kill or Ctrl-C loses nothing: the same command goes on where it stopped.
+"""
+
+
+_PHASES = """\
+No model is needed. The first half of the time, or the first pass over the file if that is shorter, is kept apart:
+it may come from storage. The rest is judged as FeedMonitor judges a training. With --step-ms it is halved again: in
+its second half a step of that length is pretended after each batch.
+"""
+
+
+def build_parser(version: str) -> ArgumentParser:
+    """Make the parser of the whole command line.
+
+    Args:
+        version: Printed by --version.
+
+    Returns:
+        The parser; it raises `ArgumentError` for what makes no sense.
+    """
+    parser = ArgumentParser(
+        prog="gpufeed",
+        description="Keeps GPUs fed from HDF5 files.",
+        version=version,
+        exit_on_error=False,
+        formatter_class=_HELP,
+    )
+    commands = parser.add_subcommands(required=True, dest="command", metavar="COMMAND", title="commands")
+    text = f"Pack a source into one HDF5 file that trains fast.\n\n{_SOURCES}"
+    packing = ArgumentParser(description=text, formatter_class=_HELP)
+    _add_pack_options(packing)
+    commands.add_subcommand("pack", packing, help="pack images or arrays into one HDF5 file that trains fast")
+    text = "Say what is in an HDF5 file, how fast it is read, and what would make that faster."
+    inspecting = ArgumentParser(description=text, formatter_class=_HELP)
+    _add_inspect_options(inspecting)
+    commands.add_subcommand("inspect", inspecting, help="say how fast an HDF5 file is read, and what would help")
+    text = f"Feed batches of an HDF5 file as in a training, and say what limits the rate.\n\n{_PHASES}"
+    benching = ArgumentParser(description=text, formatter_class=_HELP)
+    _add_bench_options(benching)
+    commands.add_subcommand("bench", benching, help="say how fast an HDF5 file can be fed, and what limits that")
+    return parser
+
+
+def _add_pack_options(parser: ArgumentParser) -> None:
+    """The keyword arguments of `pack`; what is not given stays at its default there."""
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="what to pack, see above")
+    add("out", metavar="OUT.h5", help="file to write")
+    add("--keys", type=_names, metavar="A,B", help="fields to take (default: all)")
+    add("--split", choices=["train", "test"], help="which pair of a folder of idx files")
+    add("--resize", type=_pixels, metavar="P", help="shorter side of images in pixels, or exactly HEIGHTxWIDTH")
+    add("--crop", type=_pixels, metavar="P", help="centred square in pixels, or HEIGHTxWIDTH")
+    add("--mode", choices=["RGB", "L"], default="RGB", help="colour or grey images (default: RGB)")
+    add("--layout", choices=["NCHW", "NHWC"], default="NCHW", help="axis order of images (default: NCHW)")
+    add("--scale", type=_number, metavar="F", help="store float images as round(value * F): 255 for values in [0, 1]")
+    add("--quantize", type=_range, metavar="auto|LOW,HIGH", help="store the nearest of 256 steps between two values")
+    add("--keep-dtype", action="store_true", help="store images as they are instead of as uint8")
+    add("--shuffle", action="store_true", help="write the samples in a random order")
+    add("--seed", type=_whole, default=0, metavar="N", help="decides that order (default: 0)")
+    add("--chunk-bytes", type=_whole, default=512 * 1024, metavar="N", help="most bytes of a chunk (default: 524288)")
+    add("--num-workers", type=_whole, metavar="N", help="processes that decode images (default: one per CPU)")
+    add(
+        "--on-error",
+        choices=["raise", "skip"],
+        default="raise",
+        help="at an unreadable image: stop, or list it",
+    )
+    add("--verify", action="store_true", help="read the file back and compare checksums")
+    add("--no-resume", dest="resume", action="store_false", help="begin anew after an interrupted run")
+    add("--overwrite", action="store_true", help="replace OUT.h5 if it exists, when the new file is complete")
+
+
+def _add_inspect_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="an HDF5 file")
+    add("--json", action="store_true", help="print the report as JSON")
+    add(
+        "--probe-seconds",
+        type=_number,
+        default=1.0,
+        metavar="S",
+        help="time to measure for (default: 1; 0: not)",
+    )
+    add("--verify", action="store_true", help="read the whole file and compare the checksums that pack noted")
+
+
+def _add_bench_options(parser: ArgumentParser) -> None:
+    """The keyword arguments of `bench_file`, with the pretended step in milliseconds."""
+    add = parser.add_argument
+    add("file", metavar="FILE", help="an HDF5 file")
+    add("--keys", type=_names, metavar="A,B", help="fields to feed (default: the largest, and all that go with it)")
+    add("--batch-size", type=_whole, default=256, metavar="N", help="samples per batch (default: 256)")
+    add(
+        "--shuffle",
+        type=_order,
+        default="full",
+        metavar="full|window|window:N|none",
+        help="order of the samples (default: full)",
+    )
+    add("--seconds", type=_number, default=5.0, metavar="S", help="time to measure for (default: 5)")
+    add(
+        "--step-ms",
+        type=_number,
+        default=0.0,
+        metavar="F",
+        help="milliseconds of a pretended step, to see whether it would wait (default: 0: none)",
+    )
+    add("--json", action="store_true", help="print the report as JSON")
+
+
+# Each of these is called with the text first, and then with its own result to check it.
+
+
+def _whole(given: str | int) -> int:
+    try:
+        return int(given)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{given!r} is not a whole number") from None
+
+
+def _number(given: str | float) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{given!r} is not a number") from None
+
+
+def _pixels(given: str | int | tuple[int, int]) -> int | tuple[int, int]:
+    if not isinstance(given, str):
+        return given
+    sides = given.split("x")
+    if not all(side.isdecimal() for side in sides) or len(sides) > 2:
+        raise argparse.ArgumentTypeError(f"{given!r} is no size; expected pixels as 256, or HEIGHTxWIDTH as 224x320")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+def _range(given: str | tuple[float, float]) -> str | tuple[float, float]:
+    if not isinstance(given, str) or given == "auto":
+        return given
+    try:
+        low, high = map(float, given.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{given!r} is no range; expected auto, or LOW,HIGH as 0,4095") from None
+    return low, high
+
+
+def _order(given: str) -> str:
+    if not re.fullmatch(r"full|window|window:[1-9]\d*|none", given):
+        raise argparse.ArgumentTypeError(
+            f"{given!r} is no order; expected full, window, window:N with N samples as window:4096, or none"
+        )
+    return given
+
+
+def _names(given: str | list[str]) -> list[str]:
+    return [name for name in given.split(",") if name] if isinstance(given, str) else given

@@ -1,0 +1,1 @@
+"""Why a training step waits: counters, a verdict, and what each cure would gain."""

@@ -1,0 +1,77 @@
+"""What a batch holds, seen on the host; among others whether its floats are 8-bit numbers in disguise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_gpufeed.device.samples import batch_form, count_samples, walk
+from lightning_gpufeed.diagnose.counters import BatchFacts
+
+__all__ = ["describe_batch"]
+
+_NUM_LOOKED_AT = 16384
+_FEWEST_LOOKED_AT = 256
+_MOST_DIFFERENT = 1024
+"""Different values of 8-bit numbers after a conversion, with a factor and an offset for each of four channels."""
+
+
+def describe_batch(batch: Any) -> BatchFacts:
+    """Look at a batch before it is copied to the device.
+
+    Costs about a millisecond for large batches, so look at few of them. Values are looked at in host memory only; of
+    tensors on a device just the sizes are known, and nothing waits for it.
+
+    Args:
+        batch: Tensors in any containers.
+
+    Returns:
+        The facts.
+    """
+    tensors = {id(leaf): leaf for leaf in walk(batch) if isinstance(leaf, torch.Tensor)}
+    num_bytes = widened_bytes = widened_values = 0
+    largest: torch.Tensor | None = None
+    for tensor in tensors.values():
+        num_bytes += tensor.nbytes
+        if largest is None or tensor.nbytes > largest.nbytes:
+            largest = tensor
+        if is_widened(tensor):
+            widened_bytes += tensor.nbytes
+            widened_values += tensor.numel()
+    return BatchFacts(
+        num_samples=_num_samples(batch),
+        num_bytes=num_bytes,
+        widened_bytes=widened_bytes,
+        widened_values=widened_values,
+        is_pinned=largest is not None and largest.device.type == "cpu" and largest.is_pinned(),
+    )
+
+
+def is_widened(tensor: torch.Tensor) -> bool:
+    """Whether floats take so few values that bytes could carry them.
+
+    Looked at is one stretch of memory, so one channel of an image in most layouts.
+
+    Args:
+        tensor: Any.
+
+    Returns:
+        False for what is not in host memory, or too small to tell.
+    """
+    if not tensor.is_floating_point() or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    if tensor.element_size() < 2 or tensor.numel() < _FEWEST_LOOKED_AT or not tensor.is_contiguous():
+        return False
+    values = tensor.detach().reshape(-1)
+    middle = max(0, (len(values) - _NUM_LOOKED_AT) // 2)
+    values = values[middle : middle + _NUM_LOOKED_AT]
+    num_different = len(torch.unique(values))
+    return num_different <= min(_MOST_DIFFERENT, len(values) // 8)
+
+
+def _num_samples(batch: Any) -> int | None:
+    try:
+        return count_samples(batch, batch_form(batch))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,275 @@
+"""What would help, in order, and how much. Pure.
+
+Each cure changes what a reader does for a batch, see `LoadParts`; the gain follows from `LoadModel`. Where the parts
+are not known the range spans from no gain to no waiting at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from lightning_gpufeed.diagnose import figures
+from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
+from lightning_gpufeed.diagnose.judgement import Cause, Cure
+from lightning_gpufeed.diagnose.load_model import LoadModel, LoadParts
+
+__all__ = ["cures_for"]
+
+_WORTH = 1.03
+"""A cure that is not expected to gain more than this is not named, unless it is the first."""
+_DEVICE_READY = "on_after_batch_transfer"
+
+
+def cures_for(cause: Cause, counters: EpochCounters, model: LoadModel) -> tuple[Cure, ...]:
+    """What to try, in order.
+
+    Args:
+        cause: Of the verdict.
+        counters: What it was judged by.
+        model: Made of them.
+
+    Returns:
+        None for a step that is bound by its own computing.
+    """
+    makers = _CURES.get(cause, ())
+    found = [cure for make in makers if (cure := make(counters, model)) is not None]
+    return tuple(cure for number, cure in enumerate(found) if number == 0 or cure.gain >= _WORTH)
+
+
+# Reading -------------------------------------------------------------------------------------------------
+
+
+def _chunk_order(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Each chunk read once: by a file with one sample per chunk, or by an order that keeps to chunks."""
+    ratio = _amplification(counters)
+    if ratio is None:
+        return None
+    loader = counters.loader
+    slow = next((one for one in loader.files if one.chunk_samples > 1), None)
+    action = _repack_action(counters, slow)
+    if model.parts is None:
+        return model.cure("chunk order", action, 1 / ratio, least=1 / ratio, most=1.0)
+    parts, kept = model.parts, 1 / ratio
+    # At least what copying those bytes costs goes; at most all that a reader does but convert and hand over.
+    surely = dataclasses.replace(parts, read=parts.read * kept, asleep=parts.asleep * kept)
+    likely = dataclasses.replace(surely, other=parts.other * kept)
+    middle = dataclasses.replace(surely, other=parts.other * (0.75 * kept + 0.25))
+    lefts = [model.share_left(one) for one in (middle, likely, surely)]
+    return model.cure("chunk order", action, lefts[0], least=lefts[1], most=lefts[2])
+
+
+def _amplification(counters: EpochCounters) -> float | None:
+    """Bytes read per byte delivered, by the counters, or by the layout."""
+    ratio = figures.amplification(counters)
+    if ratio is not None and ratio > 1.5:
+        return ratio
+    return max((float(one.chunk_samples) for one in counters.loader.files if one.chunk_samples > 1), default=None)
+
+
+def _repack_action(counters: EpochCounters, slow: FileFacts | None) -> str:
+    command = slow.command if slow is not None else None
+    if counters.loader.is_own:
+        text = "shuffle='window' in the DataModule, which reads each chunk once"
+        return f"{command} once, and train on OUT.h5; or {text}" if command else text
+    command = command or f"gpufeed pack {slow.path if slow else 'FILE.h5'} OUT.h5"
+    if slow is None or slow.chunk_shape is None:
+        return f"read whole chunks in a row, or write a file with one sample per chunk: {command}"
+    # As packed by default, several samples still share a chunk, which only this package's own reader does not mind.
+    sample_bytes = math.prod(slow.chunk_shape) // slow.chunk_samples * _item_bytes(slow.dtype)
+    return f"{command} --chunk-bytes {sample_bytes} once, and read OUT.h5: one sample per chunk"
+
+
+def _item_bytes(dtype: str | None) -> int:
+    try:
+        return np.dtype(dtype).itemsize if dtype else 1
+    except TypeError:
+        return 1
+
+
+def _direct(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Our reader finds single samples inside chunks, where no filter is in the way."""
+    files = counters.loader.files
+    return _own_feed(counters, model) if files and not any(one.filters for one in files) else None
+
+
+def _window(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Our loader decodes whole chunks for single samples."""
+    files = [
+        one for one in counters.loader.files if one.order == "full" and one.chunk_samples > 1 and not one.is_direct
+    ]
+    return _chunk_order(counters, model) if counters.loader.is_own and files else None
+
+
+def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Samples copied straight from the mapped file into the batch: no HDF5 call, no handing over, no collating."""
+    loader = counters.loader
+    if loader.is_own:
+        return None
+    file = next((one for one in loader.files), None)
+    action = (
+        "H5DataModule, which copies samples straight from the file (other formats: gpufeed pack SOURCE OUT.h5 once)"
+    )
+    if file is not None:
+        is_direct = not file.filters or file.command is None
+        action = f"H5DataModule on {file.path}" if is_direct else f"{file.command} once, then H5DataModule on OUT.h5"
+    costs, parts = counters.machine.costs, model.parts
+    if costs is None or parts is None:
+        return model.cure("H5DataModule", action, 0.5, least=0.0, most=1.0, becomes_ahead=True)
+    # One thread copies what several processes did; converting is left to the device. Small samples cost more per byte.
+    left = counters.batch.compact_bytes * costs.read_seconds / model.load
+    return model.cure(
+        "H5DataModule", action, min(1.0, left), least=0.25 * left, most=min(1.0, 3 * left), becomes_ahead=True
+    )
+
+
+def _faster_storage(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Storage answers sooner: a copy on a local disk, or in memory."""
+    if model.parts is None or model.parts.total <= 0:
+        return None
+    awake = model.parts.busy / model.parts.total
+    action = "copy the data to a local disk, or to /dev/shm where it fits"
+    return model.cure("local copy", action, min(1.0, awake + 0.2 * (1 - awake)), least=awake, most=1.0)
+
+
+# Work ----------------------------------------------------------------------------------------------------
+
+
+def _uint8(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Deliver 8-bit numbers, and make floats of them on the device."""
+    batch, parts = counters.batch, model.parts
+    if not batch.widened_bytes:
+        return None
+    action = (
+        "deliver uint8 and convert on the device (H5ImageDataModule does; in a Dataset: return the uint8 array, and "
+        f"divide in LightningModule.{_DEVICE_READY})"
+    )
+    share = batch.compact_bytes / max(1, batch.num_bytes)
+    if parts is None:
+        return model.cure("uint8 on the host", action, share, least=share, most=1.0)
+    surely = dataclasses.replace(parts, convert=0.0, ship=parts.ship * share)
+    # Collating touches every byte once more, and so do the page faults of fresh memory: both shrink with the bytes.
+    likely = dataclasses.replace(surely, other=parts.other * share)
+    middle = dataclasses.replace(surely, other=parts.other * (1 + share) / 2)
+    lefts = [model.share_left(one) for one in (middle, likely, surely)]
+    return model.cure("uint8 on the host", action, lefts[0], least=lefts[1], most=lefts[2])
+
+
+def _device_transform(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Do the transform for whole batches where the step runs."""
+    action = (
+        "do the transform for whole batches on the device: H5DataModule(device_transform=...), or "
+        f"LightningModule.{_DEVICE_READY}"
+    )
+    parts = model.parts
+    if parts is None:
+        return model.cure("transform on the device", action, 0.5, least=0.1, most=1.0)
+    # What is handed over then is what was read, which may be fewer bytes.
+    read_share = min(
+        1.0, max(counters.read_ratio or 1.0, counters.batch.compact_bytes / counters.batch.num_bytes, 0.125)
+    )
+    plain = LoadParts(parts.read, 0.0, parts.ship * read_share, 0.0, parts.asleep)
+    likely = model.share_left(dataclasses.replace(plain, other=0.1 * parts.other))
+    least = model.share_left(plain)
+    most = model.share_left(dataclasses.replace(plain, other=0.5 * parts.other))
+    return model.cure("transform on the device", action, likely, least=least, most=most)
+
+
+# Workers -------------------------------------------------------------------------------------------------
+
+
+def _more_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    loader, cores = counters.loader, math.floor(counters.machine.num_cores)
+    if loader.is_own or loader.has_thread:
+        return None
+    wanted = max(1, cores - 1) if not loader.num_workers and cores < 4 else max(1, cores)
+    if wanted <= loader.num_workers:
+        return None
+    left, least, most = model.left_with(wanted)
+    action = f"DataLoader(num_workers={wanted}, persistent_workers=True)"
+    return model.cure(f"{wanted} worker{'s' * (wanted > 1)}", action, left, least=least, most=most, becomes_ahead=True)
+
+
+def _more_sleepers(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Readers that sleep most of the time need no core of their own."""
+    loader = counters.loader
+    if loader.is_own or loader.has_thread:
+        return None
+    wanted = 2 * max(1, loader.num_workers)
+    left, least, most = model.left_with(wanted)
+    action = f"DataLoader(num_workers={wanted}, persistent_workers=True): more requests to storage at the same time"
+    return model.cure(f"{wanted} workers", action, left, least=least, most=most, becomes_ahead=True)
+
+
+def _fewer_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    wanted = max(1, math.floor(counters.machine.num_cores))
+    action = f"DataLoader(num_workers={wanted}): the same work with less memory and fewer changes of process"
+    # The work stays; what goes is the changing between processes. It is worth a tenth or two at most.
+    return model.cure(f"{wanted} workers", action, 0.95, least=0.75, most=1.05)
+
+
+# Inside the step -----------------------------------------------------------------------------------------
+
+
+def _pinned(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    steps, batch = counters.steps, counters.batch
+    copy = steps.copy_seconds / max(1, steps.num_steps)
+    if batch.is_pinned:
+        return None
+    action = "DataLoader(pin_memory=True), so that the copy runs at the bus's rate and the host goes on meanwhile"
+    return model.cure_by_step("pin_memory", action, (0.5 * copy, 0.25 * copy, 0.75 * copy))
+
+
+def _uint8_copy(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    steps, batch = counters.steps, counters.batch
+    if not batch.widened_bytes:
+        return None
+    saved = steps.copy_seconds / max(1, steps.num_steps) * (1 - batch.compact_bytes / batch.num_bytes)
+    action = f"deliver uint8 and convert on the device (H5ImageDataModule, or LightningModule.{_DEVICE_READY})"
+    return model.cure_by_step("uint8 on the host", action, (saved, 0.8 * saved, saved))
+
+
+def _fewer_hooks(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    steps = counters.steps
+    count = max(1, steps.num_steps)
+    if steps.idle_seconds is None:
+        seconds = steps.hook_seconds / count
+    else:
+        seconds = max(0.0, steps.idle_seconds - steps.data_seconds) / count
+    action = "less Python per step: a larger log_every_n_steps, no .item() or print in hooks, torch.compile"
+    return model.cure_by_step("host code", action, (0.5 * seconds, 0.0, seconds))
+
+
+def _even_ranks(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    steps = counters.steps
+    seconds = figures.sync_share(counters, ()) * steps.step_seconds
+    action = "gradients on the wire: accumulate_grad_batches, larger batches per rank, bf16 gradients, or a faster link"
+    return model.cure_by_step("fewer synchronisations", action, (0.5 * seconds, 0.0, seconds))
+
+
+def _persistent(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    steps, start = counters.steps, counters.start_seconds
+    after = [(start + steps.elapsed_seconds) / (share * start + steps.elapsed_seconds) for share in (0.15, 0.5, 0.0)]
+    action = "DataLoader(persistent_workers=True), which keeps the workers from epoch to epoch"
+    return Cure("persistent_workers", action, *after)
+
+
+_Maker = Callable[[EpochCounters, LoadModel], Cure | None]
+
+_CURES: dict[Cause, tuple[_Maker, ...]] = {
+    Cause.AMPLIFICATION: (_direct, _chunk_order, _uint8, _more_workers),
+    Cause.TOO_MANY_WORKERS: (_fewer_workers, _uint8, _device_transform),
+    Cause.TOO_FEW_WORKERS: (_more_workers, _own_feed, _uint8, _device_transform),
+    Cause.DISK: (_more_sleepers, _faster_storage, _uint8),
+    Cause.CPU: (_device_transform, _window, _more_workers, _uint8),
+    Cause.CONVERSION: (_uint8, _own_feed, _more_workers),
+    Cause.KERNEL: (_own_feed, _window, _uint8, _more_workers),
+    Cause.LOADER: (_more_workers, _own_feed, _uint8),
+    Cause.COPY: (_pinned, _uint8_copy),
+    Cause.HOST: (_fewer_hooks,),
+    Cause.SYNC: (_even_ranks,),
+    Cause.START: (_persistent,),
+}

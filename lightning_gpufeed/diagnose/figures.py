@@ -1,0 +1,349 @@
+"""The figures behind a verdict, as sentences, and the verdict as one line. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
+from lightning_gpufeed.diagnose.judgement import Cause, Verdict
+from lightning_gpufeed.diagnose.load_model import LoadModel
+
+__all__ = ["amplification", "figures_for", "line", "metrics_of", "notes_for", "percent", "start_share", "sync_share"]
+
+_LOW_MEMORY_SHARE = 0.05
+_SPARE_MEMORY_SHARE = 0.5
+_IDLE_KERNELS_SHARE = 0.5
+
+
+def percent(share: float) -> str:
+    """A share as text.
+
+    Args:
+        share: 0 to 1.
+
+    Returns:
+        Such as `63 %`.
+    """
+    return "less than 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
+
+
+def line(counters: EpochCounters, verdict: Verdict) -> str:
+    """The verdict in one line.
+
+    Args:
+        counters: What it was judged by.
+        verdict: From `judge`.
+
+    Returns:
+        Without a line break.
+    """
+    if not counters.steps.num_steps:
+        return "no step was measured."
+    waits = percent(verdict.wait_share)
+    if verdict.cause is Cause.COMPUTE:
+        text = f"compute-bound: waits {waits} of the time for data; nothing to gain in the loader"
+        return ". ".join([text, *verdict.notes]) + "."
+    parts = [f"{verdict.cause}: the step waits {waits} of the time for data", *verdict.figures]
+    text = "; ".join(parts)
+    promised = [str(cure) for cure in verdict.cures]
+    if verdict.free_echo_factor is not None and verdict.free_echo_factor >= 1.1:
+        promised.append(f"BatchEcho e <= {verdict.free_echo_factor:.1f} is free")
+    if promised:
+        text += f". Predicted: {', '.join(promised)}"
+    if verdict.cures:
+        text += f". First: {verdict.cures[0].action}"
+    return ". ".join([text, *verdict.notes]) + "."
+
+
+def amplification(counters: EpochCounters) -> float | None:
+    """Bytes read for each byte delivered, counted in the type that is stored.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        1 for a file read sample by sample; None if unknown.
+    """
+    if counters.read_ratio is None:
+        return None
+    return counters.read_ratio * counters.batch.num_bytes / max(1, counters.batch.compact_bytes)
+
+
+def sync_share(counters: EpochCounters, others: Sequence[EpochCounters]) -> float:
+    """Share of the time that ranks wait for each other, as far as it shows.
+
+    Args:
+        counters: Of one rank.
+        others: Of the others.
+
+    Returns:
+        0 for one rank. Where a device computes, waiting for other ranks is part of its work and does not show.
+    """
+    steps = counters.steps
+    if counters.num_ranks < 2 or steps.idle_seconds is not None:
+        return 0.0
+    asked = steps.sync_seconds or 0.0
+    # Reducing gradients on the host, a rank is off its core while it waits for the others.
+    off_core = max(0.0, steps.compute_seconds - (steps.compute_cpu_seconds or steps.compute_seconds))
+    queued = 0.0
+    thread = counters.training_thread
+    if thread is not None and counters.num_main_steps:
+        queued = (thread.queue_seconds or 0.0) / counters.num_main_steps * steps.num_steps
+    return steps.share(asked + max(0.0, off_core - queued))
+
+
+def figures_for(
+    cause: Cause, counters: EpochCounters, model: LoadModel, others: Sequence[EpochCounters]
+) -> tuple[str, ...]:
+    """The figures that led to a cause, the one that decided first.
+
+    Args:
+        cause: Of the verdict.
+        counters: What it was judged by.
+        model: Made of them.
+        others: Counters of the other ranks.
+
+    Returns:
+        Sentences without a full stop.
+    """
+    texts = {
+        Cause.COMPUTE: _compute_texts,
+        Cause.AMPLIFICATION: _amplification_texts,
+        Cause.CONVERSION: _conversion_texts,
+        Cause.TOO_MANY_WORKERS: _many_texts,
+        Cause.TOO_FEW_WORKERS: _few_texts,
+        Cause.COPY: _copy_texts,
+        Cause.HOST: _host_texts,
+        Cause.DISK: _disk_texts,
+        Cause.START: _start_texts,
+    }
+    if cause is Cause.SYNC:
+        return tuple(_sync_texts(counters, others))
+    chosen = texts.get(cause, _reader_texts)(counters)
+    if cause in (Cause.CPU, Cause.KERNEL, Cause.CONVERSION) and model.parts is not None:
+        chosen.append(f"a batch takes a reader {duration(model.parts.busy)} on a core")
+    return tuple(chosen)
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    Args:
+        seconds: 0 or more.
+
+    Returns:
+        Such as `12.3 ms`.
+    """
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.1f} ms" if seconds >= 0.001 else f"{1e6 * seconds:.0f} us"
+
+
+def readers_name(counters: EpochCounters) -> str:
+    """Who loads: workers, a reading thread, or the training process itself."""
+    if counters.loader.num_workers == 1:
+        return "the loader's worker"
+    if counters.loader.num_workers:
+        return "loader workers"
+    return "the reading thread" if counters.loader.has_thread else "the training process"
+
+
+def _reader_texts(counters: EpochCounters) -> list[str]:
+    usage = counters.readers
+    if usage is None or usage.wall_seconds <= 0:
+        return [f"{readers_name(counters)} could not be watched"]
+    who, kernel = readers_name(counters), percent(usage.system_seconds / max(usage.busy_seconds, 1e-9))
+    several = counters.loader.num_workers > 1
+    texts = [
+        f"of {'their' if several else 'its'} time on a core {who} spend{'s' * (not several)} {kernel} in the kernel"
+    ]
+    ratio = counters.read_ratio
+    if ratio is not None and ratio >= 0.05:
+        texts.append(f"{ratio:.2g} bytes are read for each byte delivered")
+    return texts
+
+
+def _amplification_texts(counters: EpochCounters) -> list[str]:
+    ratio = amplification(counters)
+    texts = []
+    if ratio is not None and ratio > 1:
+        texts.append(f"{readers_name(counters)} read {ratio:.1f} bytes for each byte delivered")
+    texts += [_layout_text(one) for one in counters.loader.files if one.chunk_samples > 1]
+    usage = counters.readers
+    if usage is not None and usage.busy_seconds > 0:
+        texts.append(f"{percent(usage.system_seconds / usage.busy_seconds)} of the reading time is the kernel's")
+    return texts
+
+
+def _layout_text(one: FileFacts) -> str:
+    shape = "x".join(map(str, one.chunk_shape or ()))
+    key = f" {one.key}" if one.key else ""
+    order = f", read in order {one.order!r}" if one.order else ""
+    return f"{one.path}{key}: chunks of {shape}, {one.chunk_samples} samples each{order}"
+
+
+def _conversion_texts(counters: EpochCounters) -> list[str]:
+    batch = counters.batch
+    texts = [
+        f"{percent(batch.widened_bytes / max(1, batch.num_bytes))} of the bytes delivered are floats made of 8-bit "
+        f"numbers: {batch.num_bytes / 1e6:.1f} MB a batch instead of {batch.compact_bytes / 1e6:.1f} MB"
+    ]
+    return texts + _reader_texts(counters)
+
+
+def _many_texts(counters: EpochCounters) -> list[str]:
+    usage, loader = counters.readers, counters.loader
+    cores = f"{counters.machine.num_cores:g}"
+    texts = [f"{loader.num_workers} workers share {cores} core(s)"]
+    queue = usage.share(usage.queue_seconds) if usage is not None else None
+    if queue is not None:
+        texts.append(f"they wait {percent(queue)} of their time for a core")
+    return texts
+
+
+def _few_texts(counters: EpochCounters) -> list[str]:
+    loader, cores = counters.loader, f"{counters.machine.num_cores:g}"
+    if not loader.num_workers:
+        return [f"batches are loaded between the steps, by the training process itself, on 1 of {cores} cores"]
+    usage = counters.readers
+    share = usage.share(usage.busy_seconds) if usage is not None else None
+    texts = [f"{loader.num_workers} worker(s) on {cores} cores"]
+    if share is not None:
+        texts.append(f"each is on a core {percent(share)} of the time")
+    return texts
+
+
+def _disk_texts(counters: EpochCounters) -> list[str]:
+    usage = counters.readers
+    asleep = usage.share(usage.asleep_seconds) if usage is not None else None
+    who, verb = readers_name(counters), "are" if counters.loader.num_workers > 1 else "is"
+    texts = [f"{who} {verb} asleep {percent(asleep or 0.0)} of the time while the step waits: storage or network"]
+    pressure = counters.machine.io_pressure
+    if pressure is not None:
+        texts.append(f"the kernel saw something wait for storage {percent(pressure)} of the time")
+    if usage is not None and usage.major_faults:
+        texts.append(f"{usage.major_faults:,} pages were fetched from storage")
+    return texts
+
+
+def _copy_texts(counters: EpochCounters) -> list[str]:
+    steps, pinned = counters.steps, "page-locked" if counters.batch.is_pinned else "pageable"
+    share = percent(steps.share(steps.copy_seconds))
+    return [
+        f"copying to the device takes {share} of the step, {counters.batch.num_bytes / 1e6:.1f} MB from {pinned} memory"
+    ]
+
+
+def _host_texts(counters: EpochCounters) -> list[str]:
+    steps = counters.steps
+    if steps.idle_seconds is None:
+        return [f"callbacks, loggers and the progress bar take {percent(steps.share(steps.hook_seconds))} of the time"]
+    idle = percent(steps.share(max(0.0, steps.idle_seconds - steps.data_seconds)))
+    return [f"the device has nothing to do {idle} of the time while the batch is there: Python, hooks, logging"]
+
+
+def start_share(counters: EpochCounters) -> float:
+    """Share of the epoch that goes by before its first batch, because workers are started anew.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        0 where there are no workers, or they are kept.
+    """
+    loader, elapsed = counters.loader, counters.steps.elapsed_seconds
+    if not loader.num_workers or loader.is_persistent or elapsed <= 0:
+        return 0.0
+    return counters.start_seconds / (counters.start_seconds + elapsed)
+
+
+def _start_texts(counters: EpochCounters) -> list[str]:
+    seconds, share = counters.start_seconds, percent(start_share(counters))
+    workers = f"{counters.loader.num_workers} worker{'s' * (counters.loader.num_workers > 1)}"
+    method = f" ({counters.loader.start_method})" if counters.loader.start_method else ""
+    return [f"starting {workers}{method} takes {duration(seconds)} of every epoch, {share} of it"]
+
+
+def _compute_texts(counters: EpochCounters) -> list[str]:
+    steps = counters.steps
+    return [f"{percent(steps.share(steps.compute_seconds))} of the step is computing"]
+
+
+def _sync_texts(counters: EpochCounters, others: Sequence[EpochCounters]) -> list[str]:
+    texts = [f"ranks wait for each other {percent(sync_share(counters, others))} of the time"]
+    asked = counters.steps.share(counters.steps.sync_seconds)
+    if asked >= 0.01:
+        texts.append(f"{percent(asked)} of the time goes by in Lightning's own question to all ranks before each step")
+    return texts
+
+
+def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCounters]) -> tuple[str, ...]:
+    """What else was noticed.
+
+    Args:
+        cause: Of the verdict.
+        counters: What it was judged by.
+        others: Counters of the other ranks.
+
+    Returns:
+        Sentences without a full stop.
+    """
+    notes = []
+    if counters.is_first and cause is not Cause.COMPUTE:
+        cold = [one for one in counters.loader.files if one.cached_share is not None and one.cached_share < 0.9]
+        where = f", {percent(1 - (cold[0].cached_share or 0.0))} of {cold[0].path} was not in memory" if cold else ""
+        notes.append(f"First epoch{where}: files may come from storage, the next ones may be faster")
+    if others:
+        shares = sorted(one.steps.wait_share for one in others)
+        notes.append(
+            f"Rank {counters.rank} of {counters.num_ranks} waits most; the others wait {percent(shares[0])} to "
+            f"{percent(shares[-1])} for their own data"
+        )
+    return (*notes, *_device_notes(cause, counters))
+
+
+def _device_notes(cause: Cause, counters: EpochCounters) -> list[str]:
+    machine, notes = counters.machine, []
+    if cause is Cause.COMPUTE and (machine.device_utilisation or 1.0) < _IDLE_KERNELS_SHARE:
+        share = percent(machine.device_utilisation or 0.0)
+        notes.append(f"A kernel runs on the device only {share} of the time: many small ones, or Python between them")
+    if not machine.device_total_bytes:
+        return notes
+    free = (machine.device_free_bytes or 0) / machine.device_total_bytes
+    if machine.device_free_bytes is not None and free < _LOW_MEMORY_SHARE:
+        notes.append(f"{percent(free)} of the device's memory is free: OOMRecovery() keeps a run from ending there")
+    peak = (machine.device_peak_bytes or machine.device_total_bytes) / machine.device_total_bytes
+    if cause is Cause.COMPUTE and peak < _SPARE_MEMORY_SHARE:
+        notes.append(f"Tensors take {percent(peak)} of the device's memory at most: there is room for a larger batch")
+    return notes
+
+
+def metrics_of(counters: EpochCounters, verdict: Verdict) -> dict[str, float]:
+    """Figures for a logger.
+
+    Args:
+        counters: Of an epoch.
+        verdict: From `judge`.
+
+    Returns:
+        Name -> value under `gpufeed/feed/`; what is unknown is left out.
+    """
+    steps, usage = counters.steps, counters.readers
+    values: dict[str, float | None] = {
+        "wait_share": verdict.wait_share,
+        "step_seconds": steps.step_seconds,
+        "copy_share": steps.share(steps.copy_seconds),
+        "compute_share": steps.share(steps.compute_seconds),
+        "idle_share": None if steps.idle_seconds is None else steps.share(steps.idle_seconds),
+        "sync_share": None if steps.sync_seconds is None else steps.share(steps.sync_seconds),
+        "hook_share": steps.share(steps.hook_seconds),
+        "reader_user_share": usage.share(usage.user_seconds) if usage else None,
+        "reader_system_share": usage.share(usage.system_seconds) if usage else None,
+        "reader_queue_share": usage.share(usage.queue_seconds) if usage else None,
+        "reader_asleep_share": usage.share(usage.asleep_seconds) if usage else None,
+        "read_ratio": counters.read_ratio,
+        "device_utilisation": counters.machine.device_utilisation,
+        "predicted_gain": verdict.cures[0].gain if verdict.cures else 1.0,
+        "free_echo_factor": verdict.free_echo_factor,
+    }
+    return {f"gpufeed/feed/{name}": float(value) for name, value in values.items() if value is not None}

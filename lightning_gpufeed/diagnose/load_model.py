@@ -1,0 +1,220 @@
+"""What a step would take if loading were cheaper. Pure.
+
+One step lasts as long as the slower of two: the training, or the loader's pace::
+
+    t_step = max(t_rest, t_load)        batches are made ahead, by workers or a thread
+    t_step = t_rest + t_load            they are made when they are asked for
+
+A cure leaves a share of `t_load`. How large a share follows from what the readers were seen to do: their time for a
+batch is divided into reading, converting, handing over and the rest, by what each costs on this machine.
+
+Source: the model is the steady state of a pipeline of two stages; the unit costs are measured, see `costs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_gpufeed.diagnose.counters import EpochCounters, Usage
+from lightning_gpufeed.diagnose.judgement import Cure
+
+__all__ = ["LoadModel", "LoadParts", "waiting_asleep"]
+
+_MOST_GAIN = 100.0
+
+
+@dataclass(frozen=True)
+class LoadParts:
+    """Time that readers need for one batch, in seconds of one reader.
+
+    Attributes:
+        read: Copying bytes out of the page cache, or HDF5's chunk cache.
+        convert: Making floats of 8-bit numbers.
+        ship: Handing the batch from a worker to the training process.
+        other: On a core for anything else: decoding, augmentation, collating, Python.
+        asleep: Waiting for storage, or for whatever the dataset waits for.
+    """
+
+    read: float
+    convert: float
+    ship: float
+    other: float
+    asleep: float
+
+    @property
+    def busy(self) -> float:
+        """On a core."""
+        return self.read + self.convert + self.ship + self.other
+
+    @property
+    def total(self) -> float:
+        """All of it, waiting for a core apart."""
+        return self.busy + self.asleep
+
+
+class LoadModel:
+    """The epoch's step, taken apart, and what it would be with another loader.
+
+    Attributes:
+        step: Seconds of one step.
+        rest: Seconds of one step that are not waiting for data.
+        load: Seconds that the loader needs for one batch, all readers together; an upper bound where it keeps up.
+        parts: What one reader needs for a batch; None if the readers could not be watched.
+    """
+
+    def __init__(self, counters: EpochCounters) -> None:
+        """Take the counters apart.
+
+        Args:
+            counters: Of an epoch with at least one step.
+        """
+        steps, loader = counters.steps, counters.loader
+        self._is_ahead = loader.is_ahead
+        self._num_readers = loader.num_readers
+        self._num_cores = counters.machine.num_cores
+        count = max(1, steps.num_steps)
+        self.step = steps.step_seconds
+        self.wait = steps.data_seconds / count
+        self.rest = max(self.step - self.wait, 1e-9)
+        # Where the loader sets the pace, a batch takes it as long as a step.
+        self.load = self.step if self._is_ahead else max(self.wait, 1e-9)
+        self.parts = _parts_of(counters)
+        watched = counters.num_main_steps
+        self._is_host = steps.idle_seconds is None
+        self._main_busy = self._main_queue = 0.0
+        if counters.main is not None and watched:
+            self._main_busy = counters.main.busy_seconds / watched
+        thread = counters.training_thread
+        if thread is not None and watched and self._is_host and self._is_ahead:
+            # Where the readers take the cores, the training itself waits for one; that ends with them.
+            self._main_queue = min((thread.queue_seconds or 0.0) / watched, 0.8 * self.rest)
+
+    @property
+    def free_echo_factor(self) -> float:
+        """R: time to load a batch over time to train on it; `BatchEcho` reads ahead, so up to this it is free."""
+        return self.load / self.rest
+
+    def cure(
+        self,
+        name: str,
+        action: str,
+        left: float,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        becomes_ahead: bool = False,
+    ) -> Cure:
+        """A cure that leaves a share of the loading time.
+
+        Args:
+            name: Of the cure.
+            action: What to do.
+            left: Share of the loading time that is left, as far as can be told.
+            least: Least share that could be left; None for the same.
+            most: Most share that could be left; None for the same.
+            becomes_ahead: Whether batches are made ahead then, whatever they are now.
+
+        Returns:
+            The cure with its gain, and the range of it.
+        """
+        is_ahead = self._is_ahead or becomes_ahead
+        low = self._gain(left if most is None else most, self.rest, is_ahead)
+        high = self._gain(left if least is None else least, self.rest - self._main_queue, is_ahead)
+        middle = min(max(self._gain(left, self.rest - self._main_queue / 2, is_ahead), low), high)
+        return Cure(name, action, middle, low, high)
+
+    def _gain(self, left: float, rest: float, is_ahead: bool) -> float:
+        load = max(0.0, left) * self.load
+        after = max(rest, load) if is_ahead else rest + load
+        return min(_MOST_GAIN, self.step / max(after, 1e-9))
+
+    def cure_by_step(self, name: str, action: str, saved: tuple[float, float, float]) -> Cure:
+        """A cure that shortens the step itself.
+
+        Args:
+            name: Of the cure.
+            action: What to do.
+            saved: Seconds of a step saved: as far as can be told, at least, at most.
+
+        Returns:
+            The cure.
+        """
+        gains = [self.step / max(self.step - one, 0.01 * self.step) for one in saved]
+        return Cure(name, action, *gains)
+
+    def left_with(self, num_workers: int) -> tuple[float, float, float]:
+        """Share of the loading time that is left with another number of workers.
+
+        Args:
+            num_workers: At least 1.
+
+        Returns:
+            As far as can be told, least, and most.
+        """
+        if self.parts is None:
+            left = self._num_readers / num_workers
+            return left, left, 1.0
+        # Cores are shared with the training where that runs on them too.
+        busy_main = self._main_busy if self._is_host else 0.0
+        by_workers = self.parts.total / num_workers
+        by_cores = (self.parts.busy + busy_main) / self._num_cores
+        after = max(by_workers, by_cores)
+        left = min(1.0, after / self.load)
+        return left, min(left, by_workers / self.load), min(1.0, max(left, 1.25 * left))
+
+    def share_left(self, parts: LoadParts) -> float:
+        """Share of a reader's time that is left.
+
+        Args:
+            parts: What it would do then.
+
+        Returns:
+            0 to 1, 1 if the readers could not be watched.
+        """
+        if self.parts is None or self.parts.total <= 0:
+            return 1.0
+        return min(1.0, max(0.0, parts.total / self.parts.total))
+
+
+def _parts_of(counters: EpochCounters) -> LoadParts | None:
+    """What one reader needs for a batch."""
+    usage, watched = counters.readers, counters.num_watched_steps
+    if usage is None or not watched:
+        return None
+    busy = usage.busy_seconds / watched
+    asleep = waiting_asleep(counters) * usage.wall_seconds / watched
+    read, convert, ship = _by_unit_costs(counters, usage, watched)
+    known = read + convert + ship
+    # The unit costs are those of an idle machine; they cannot be more than what was seen.
+    scale = min(1.0, busy / known) if known > 0 else 0.0
+    return LoadParts(read * scale, convert * scale, ship * scale, busy - known * scale, asleep)
+
+
+def waiting_asleep(counters: EpochCounters) -> float:
+    """Share of the time that readers sleep although the step waits for them.
+
+    While the step does not wait, readers that are ahead have nothing to do, and sleep too: that is taken off.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        0 to 1; 0 if unknown.
+    """
+    usage = counters.readers
+    asleep = usage.share(usage.asleep_seconds) if usage is not None else None
+    if asleep is None:
+        return 0.0
+    idle = 1.0 - counters.steps.wait_share if counters.loader.is_ahead else 0.0
+    return max(0.0, asleep - idle)
+
+
+def _by_unit_costs(counters: EpochCounters, usage: Usage, watched: int) -> tuple[float, float, float]:
+    costs, batch = counters.machine.costs, counters.batch
+    if costs is None:
+        return 0.0, 0.0, 0.0
+    read_bytes = usage.read_bytes / watched if usage.read_bytes is not None else float(batch.compact_bytes)
+    read = max(read_bytes, float(batch.compact_bytes)) * costs.read_seconds
+    convert = batch.widened_values * costs.convert_seconds
+    ship = batch.num_bytes * costs.ship_seconds if counters.loader.num_workers else 0.0
+    return read, convert, ship

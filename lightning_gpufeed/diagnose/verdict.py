@@ -1,0 +1,165 @@
+"""Why a step waits: counters -> one cause, the figures that say so, cures with their predicted gain. Pure.
+
+The order of the questions is that of a careful engineer with top and htop::
+
+    do epochs wait for workers to start?                                     epoch start
+    does the step wait for data?
+      no   is it the copy, the other ranks, the host's own code?              else: compute-bound
+      yes  do readers read more bytes than they deliver?                      read amplification
+           are there more of them than cores, and do they queue?              too many workers
+           do they sleep while the step waits for them?                       disk-bound
+           could more of them run?                                            too few workers
+           does user time go into work beyond conversion?                     transform-bound
+           do they deliver floats made of 8-bit numbers?                      conversion on the host
+           does the kernel do most of the work?                               kernel-bound
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_gpufeed.diagnose import cures, figures
+from lightning_gpufeed.diagnose.counters import EpochCounters
+from lightning_gpufeed.diagnose.judgement import Cause, Verdict
+from lightning_gpufeed.diagnose.load_model import LoadModel, waiting_asleep
+
+__all__ = ["judge", "worst_rank"]
+
+BOUND_SHARE = 0.05
+"""A step that waits less than this is not made faster by a loader."""
+_COPY_SHARE = 0.15
+_SYNC_SHARE = 0.10
+_HOST_SHARE = 0.15
+_AMPLIFICATION = 2.2
+"""Bytes read per byte delivered, in the stored type. Values of twice the width, delivered narrow, read 2.0."""
+_QUEUE_SHARE = 0.5
+_ASLEEP_SHARE = 0.5
+"""Of the time that the step waits."""
+_START_SHARE = 0.1
+_FREE_CORES_SHARE = 0.75
+"""Where readers and training take less than this of the cores, more readers find one."""
+_SATURATED_SHARE = 0.7
+_WIDENED_SHARE = 0.5
+
+
+def judge(counters: EpochCounters, others: Sequence[EpochCounters] = ()) -> Verdict:
+    """Say what the steps of an epoch wait for.
+
+    Args:
+        counters: Of the rank to judge, see `worst_rank`.
+        others: Those of all other ranks.
+
+    Returns:
+        The verdict. Without a single step it is "compute-bound" with a note that nothing was measured.
+    """
+    if not counters.steps.num_steps or counters.steps.elapsed_seconds <= 0:
+        return Verdict(Cause.COMPUTE, 0.0, notes=("no step was measured",))
+    model = LoadModel(counters)
+    is_bound = counters.steps.wait_share >= BOUND_SHARE
+    if figures.start_share(counters) >= max(_START_SHARE, counters.steps.wait_share) and not counters.is_first:
+        cause = Cause.START
+    else:
+        cause = _cause_of_waiting(counters, model) if is_bound else _cause_inside(counters, others)
+    return Verdict(
+        cause=cause,
+        wait_share=counters.steps.wait_share,
+        figures=figures.figures_for(cause, counters, model, others),
+        cures=cures.cures_for(cause, counters, model),
+        notes=figures.notes_for(cause, counters, others),
+        free_echo_factor=model.free_echo_factor if is_bound else None,
+    )
+
+
+def worst_rank(ranks: Sequence[EpochCounters]) -> tuple[EpochCounters, tuple[EpochCounters, ...]]:
+    """The rank that waits for data most: all others wait for it.
+
+    Args:
+        ranks: Of all ranks, at least one.
+
+    Returns:
+        That one and the others.
+    """
+    worst = max(ranks, key=lambda one: (one.steps.data_seconds, -one.rank))
+    return worst, tuple(one for one in ranks if one is not worst)
+
+
+def _cause_inside(counters: EpochCounters, others: Sequence[EpochCounters]) -> Cause:
+    """What a step does that hardly waits for data."""
+    steps = counters.steps
+    shares = {
+        Cause.COPY: steps.share(steps.copy_seconds) / _COPY_SHARE,
+        Cause.SYNC: figures.sync_share(counters, others) / _SYNC_SHARE,
+        Cause.HOST: _host_share(counters) / _HOST_SHARE,
+    }
+    cause = max(shares, key=lambda one: shares[one])
+    return cause if shares[cause] >= 1 else Cause.COMPUTE
+
+
+def _host_share(counters: EpochCounters) -> float:
+    """Share of the time that the device has nothing to do because of the host's own code."""
+    steps = counters.steps
+    if steps.idle_seconds is None:
+        return steps.share(steps.hook_seconds)
+    return steps.share(max(0.0, steps.idle_seconds - steps.data_seconds))
+
+
+def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
+    """Why the loader is slower than the step."""
+    if is_amplified(counters):
+        return Cause.AMPLIFICATION
+    usage, loader, cores = counters.readers, counters.loader, counters.machine.num_cores
+    if not loader.is_ahead and cores > 1:
+        return Cause.TOO_FEW_WORKERS
+    if usage is None or usage.wall_seconds <= 0:
+        return Cause.LOADER
+    queue = usage.share(usage.queue_seconds)
+    if loader.num_workers > math.ceil(cores) and (queue is None or queue >= _QUEUE_SHARE):
+        return Cause.TOO_MANY_WORKERS
+    waited = counters.steps.wait_share if loader.is_ahead else 1.0
+    if waiting_asleep(counters) >= _ASLEEP_SHARE * waited:
+        return Cause.DISK
+    if 0 < loader.num_workers < math.floor(cores) and _has_free_cores(counters):
+        return Cause.TOO_FEW_WORKERS
+    return _cause_of_work(counters, model)
+
+
+def _cause_of_work(counters: EpochCounters, model: LoadModel) -> Cause:
+    """What the readers spend their time on a core for."""
+    usage, batch, parts = counters.readers, counters.batch, model.parts
+    assert usage is not None
+    is_widened = batch.widened_bytes >= _WIDENED_SHARE * batch.num_bytes > 0
+    # Without unit costs all of it is "other", and says nothing.
+    does_more = parts is not None and counters.machine.costs is not None and parts.other > 0.6 * parts.busy
+    if usage.user_seconds > usage.system_seconds and (does_more or not is_widened):
+        return Cause.CPU
+    return Cause.CONVERSION if is_widened else Cause.KERNEL
+
+
+def is_amplified(counters: EpochCounters) -> bool:
+    """Whether samples are read along with many others that they share a chunk with.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        True if the bytes say so; of one's own loader, if the layout and the order do.
+    """
+    ratio = figures.amplification(counters)
+    if ratio is not None and ratio > _AMPLIFICATION:
+        return True
+    return any(
+        one.chunk_samples > _AMPLIFICATION and not one.is_direct and one.order == "full"
+        for one in counters.loader.files
+        if counters.loader.is_own
+    )
+
+
+def _has_free_cores(counters: EpochCounters) -> bool:
+    """Whether more readers would find a core, and the ones there are have no time left."""
+    usage, main, loader = counters.readers, counters.main, counters.loader
+    assert usage is not None
+    watched = usage.wall_seconds / loader.num_readers
+    used = usage.busy_seconds + (main.busy_seconds if main is not None else 0.0)
+    is_saturated = usage.busy_seconds + (usage.queue_seconds or 0.0) >= _SATURATED_SHARE * usage.wall_seconds
+    return is_saturated and used < _FREE_CORES_SHARE * counters.machine.num_cores * watched
