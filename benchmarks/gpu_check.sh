@@ -17,12 +17,14 @@ PY
 
 echo "== tests marked gpu"
 # A configuration of its own: the project's names plug-ins that a GPU machine may lack.
-timeout 140 "$PYTHON" -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu -q -rs || status=1
+timeout 105 "$PYTHON" -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu -q -rs || status=1
 
 echo "== feed to the device"
-timeout 70 "$PYTHON" benchmarks/gpu_feed.py ${OUT:+--json "$OUT/gpu_feed.json"} || status=1
+timeout 65 "$PYTHON" benchmarks/gpu_feed.py ${OUT:+--json "$OUT/gpu_feed.json"} || status=1
 echo "== BatchEcho on the device"
 timeout 40 "$PYTHON" benchmarks/gpu_echo.py ${OUT:+--json "$OUT/gpu_echo.json"} || status=1
 echo "== OOMRecovery on the device"
 timeout 45 "$PYTHON" benchmarks/gpu_oom.py ${OUT:+--json "$OUT/gpu_oom.json"} || status=1
+echo "== FeedMonitor on the device"
+timeout 40 "$PYTHON" benchmarks/gpu_monitor.py ${OUT:+--json "$OUT/gpu_monitor.json"} || status=1
 exit $status

@@ -11,10 +11,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_loader, find_readers, name_files
+from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_loader, find_readers, name_files, open_files
 from lightning_gpufeed.callbacks.trainer_watch import TrainerWatch, training_loader
 from lightning_gpufeed.device.vote import HostVote
-from lightning_gpufeed.diagnose.counters import EpochCounters
+from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
 from lightning_gpufeed.diagnose.figures import line, metrics_of
 from lightning_gpufeed.diagnose.observer import Observer, Readers
 from lightning_gpufeed.diagnose.page import write_page
@@ -111,7 +111,8 @@ class FeedMonitor(Callback):
         self._cached: dict[str, float] = {}
         self._begin = 0.0
         self._is_early_due = False
-        self._readers_seen = Readers((), ())
+        self._readers, self._paths = Readers((), ()), set[str]()
+        self._files: dict[tuple[str, ...], tuple[FileFacts, ...]] = {}
 
     # Watching --------------------------------------------------------------------------------------------
 
@@ -156,8 +157,10 @@ class FeedMonitor(Callback):
 
     def _find_readers(self) -> Readers:
         found = find_readers(self._loader)
-        if found.processes or found.threads:
-            self._readers_seen = found  # workers are gone when an epoch ends
+        if found != self._readers or not self._paths:
+            # Workers are gone when an epoch ends, and with them the list of what they read.
+            self._readers = found
+            self._paths.update(open_files(found))
         return found
 
     def on_train_batch_end(
@@ -213,7 +216,10 @@ class FeedMonitor(Callback):
         counters = self._observer.counters()
         if counters.steps.wait_share < BOUND_SHARE:
             return counters
-        files = name_files(counters.loader, self._readers_seen, self._cached)
+        paths = tuple(sorted(self._paths or (one.path for one in counters.loader.files)))
+        if paths not in self._files:
+            self._files[paths] = name_files(counters.loader, paths, self._cached)
+        files = self._files[paths]
         return dataclasses.replace(counters, loader=dataclasses.replace(counters.loader, files=files))
 
     def _report(self, trainer: Trainer, ranks: list[EpochCounters], *, is_interim: bool) -> None:

@@ -31,7 +31,7 @@ from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.residency import cached_share
 
-__all__ = ["cached_files", "describe_loader", "find_readers", "name_files"]
+__all__ = ["cached_files", "describe_loader", "find_readers", "name_files", "open_files"]
 
 _READING_THREAD = "gpufeed-reader"
 _H5_ENDINGS = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".h5ad", ".mat")
@@ -161,29 +161,36 @@ def cached_files(loader: Any) -> dict[str, float]:
     return {path: share for path, share in shares.items() if share is not None}
 
 
-def name_files(facts: LoaderFacts, readers: Readers, cached: dict[str, float]) -> tuple[FileFacts, ...]:
-    """Complete what is known of the files: those that foreign workers have open, and what would make each fast.
+def name_files(facts: LoaderFacts, paths: Iterable[str], cached: dict[str, float]) -> tuple[FileFacts, ...]:
+    """Complete what is known of the files: how samples lie in each, and what would make it fast.
 
     Opens the files, so it is not for every step.
 
     Args:
         facts: From `describe_loader`.
-        readers: From `find_readers`.
+        paths: Files that a foreign loader reads, from `open_files`.
         cached: From `cached_files`.
 
     Returns:
         The files, at most four.
     """
     known = {one.path: one for one in facts.files}
-    for path in [] if facts.is_own else _open_files(readers.processes or (os.getpid(),)):
+    for path in () if facts.is_own else paths:
         known.setdefault(path, FileFacts(path))
-    return tuple(_completed(one, facts.is_own, cached.get(one.path)) for one in list(known.values())[:_MOST_FILES])
+    return tuple(_completed(one, cached.get(one.path)) for one in list(known.values())[:_MOST_FILES])
 
 
-def _open_files(processes: Iterable[int]) -> list[str]:
-    """HDF5 files that processes have open, as the kernel says."""
+def open_files(readers: Readers) -> list[str]:
+    """HDF5 files that those who load have open, as the kernel says.
+
+    Args:
+        readers: From `find_readers`; without processes, this one is looked at.
+
+    Returns:
+        Paths, sorted; none where the kernel does not say.
+    """
     found: dict[str, None] = {}
-    for process in processes:
+    for process in readers.processes or (os.getpid(),):
         folder = f"/proc/{process}/fd"
         with suppress(OSError):
             for number in os.listdir(folder):
@@ -194,7 +201,7 @@ def _open_files(processes: Iterable[int]) -> list[str]:
     return sorted(found)
 
 
-def _completed(file: FileFacts, is_own: bool, share: float | None) -> FileFacts:
+def _completed(file: FileFacts, share: float | None) -> FileFacts:
     """A file with its layout and the line that makes it fast."""
     try:
         report = inspect_file(file.path, probe_seconds=0)

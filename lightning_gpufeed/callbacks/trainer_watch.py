@@ -44,7 +44,8 @@ class TrainerWatch:
             module: The model it trains.
             observer: Is told what happens.
         """
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._is_open = True
         self._trainer, self._observer = trainer, observer
         loop = trainer.fit_loop.epoch_loop
         steps = observer.steps
@@ -73,12 +74,12 @@ class TrainerWatch:
 
         def watched_start(action_name: str) -> None:
             start(action_name)
-            told = starts.get(action_name)
+            told = starts.get(action_name) if self._is_open else None
             if told is not None:
                 told()
 
         def watched_stop(action_name: str) -> None:
-            told = stops.get(action_name)
+            told = stops.get(action_name) if self._is_open else None
             if told is not None:
                 told()
             stop(action_name)
@@ -91,7 +92,7 @@ class TrainerWatch:
         convert = plugin.convert_input
 
         def watched_convert(data: Any) -> Any:
-            if trainer.training:
+            if self._is_open and trainer.training:
                 look(data)
             return convert(data)
 
@@ -101,22 +102,28 @@ class TrainerWatch:
         steps, ask = self._observer.steps, loop._broadcast_sigterm_tensor
 
         def watched_ask() -> None:
+            if not self._is_open:
+                return ask()
             steps.begin_sync()
             try:
                 ask()
             finally:
                 steps.end_sync()
+            return None
 
         self._replace(loop, "_broadcast_sigterm_tensor", watched_ask)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         """Put a function in an instance's own attributes."""
-        self._undo.append((owner, name, owner.__dict__.get(name)))
+        self._undo.append((owner, name, owner.__dict__.get(name), new))
         owner.__dict__[name] = new
 
     def close(self) -> None:
-        """Hook out; what somebody else has put in place since then is left alone."""
-        for owner, name, before in reversed(self._undo):
+        """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
+        self._is_open = False
+        for owner, name, before, new in reversed(self._undo):
+            if owner.__dict__.get(name) is not new:
+                continue
             if before is None:
                 owner.__dict__.pop(name, None)
             else:

@@ -20,7 +20,7 @@ from lightning_gpufeed.diagnose.load_model import LoadModel, LoadParts
 __all__ = ["cures_for"]
 
 _WORTH = 1.03
-"""A cure that is not expected to gain more than this is not named, unless it is the first."""
+"""A cure that is not expected to gain this much is not named."""
 _DEVICE_READY = "on_after_batch_transfer"
 
 
@@ -33,11 +33,11 @@ def cures_for(cause: Cause, counters: EpochCounters, model: LoadModel) -> tuple[
         model: Made of them.
 
     Returns:
-        None for a step that is bound by its own computing.
+        None for a step that is bound by its own computing, or where nothing is worth the trouble.
     """
     makers = _CURES.get(cause, ())
     found = [cure for make in makers if (cure := make(counters, model)) is not None]
-    return tuple(cure for number, cure in enumerate(found) if number == 0 or cure.gain >= _WORTH)
+    return tuple(cure for cure in found if cure.gain >= _WORTH)
 
 
 # Reading -------------------------------------------------------------------------------------------------
@@ -211,6 +211,18 @@ def _fewer_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
     return model.cure(f"{wanted} workers", action, 0.95, least=0.75, most=1.05)
 
 
+def _deeper_queue(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """More batches ready at a time, so that a slow one is made up for by the others."""
+    loader = counters.loader
+    if loader.is_own:
+        return model.cure(
+            "num_slots", "H5DataModule(num_slots=8)", 0.5 + 0.5 * model.rest / model.step, least=0.0, most=1.0
+        )
+    factor = 4 * (loader.prefetch_factor or 2)
+    action = f"DataLoader(prefetch_factor={factor})"
+    return model.cure("prefetch_factor", action, 0.5 + 0.5 * model.rest / model.step, least=0.0, most=1.0)
+
+
 # Inside the step -----------------------------------------------------------------------------------------
 
 
@@ -272,4 +284,5 @@ _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.HOST: (_fewer_hooks,),
     Cause.SYNC: (_even_ranks,),
     Cause.START: (_persistent,),
+    Cause.UNEVEN: (_deeper_queue,),
 }

@@ -8,7 +8,17 @@ from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
 from lightning_gpufeed.diagnose.judgement import Cause, Verdict
 from lightning_gpufeed.diagnose.load_model import LoadModel
 
-__all__ = ["amplification", "figures_for", "line", "metrics_of", "notes_for", "percent", "start_share", "sync_share"]
+__all__ = [
+    "amplification",
+    "figures_for",
+    "line",
+    "metrics_of",
+    "notes_for",
+    "percent",
+    "spare_share",
+    "start_share",
+    "sync_share",
+]
 
 _LOW_MEMORY_SHARE = 0.05
 _SPARE_MEMORY_SHARE = 0.5
@@ -116,6 +126,7 @@ def figures_for(
         Cause.HOST: _host_texts,
         Cause.DISK: _disk_texts,
         Cause.START: _start_texts,
+        Cause.UNEVEN: _uneven_texts,
     }
     if cause is Cause.SYNC:
         return tuple(_sync_texts(counters, others))
@@ -264,6 +275,26 @@ def _start_texts(counters: EpochCounters) -> list[str]:
     return [f"starting {workers}{method} takes {duration(seconds)} of every epoch, {share} of it"]
 
 
+def spare_share(counters: EpochCounters) -> float:
+    """Share of the time that readers which are ahead have nothing to do.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        0 to 1; 0 if unknown, or where batches are loaded when they are asked for.
+    """
+    usage = counters.readers
+    asleep = usage.share(usage.asleep_seconds) if usage is not None else None
+    return 0.0 if asleep is None or not counters.loader.is_ahead else asleep
+
+
+def _uneven_texts(counters: EpochCounters) -> list[str]:
+    who, verb = readers_name(counters), "have" if counters.loader.num_workers > 1 else "has"
+    idle = percent(spare_share(counters))
+    return [f"{who} {verb} nothing to do {idle} of the time: fast enough on average, batches come unevenly"]
+
+
 def _compute_texts(counters: EpochCounters) -> list[str]:
     steps = counters.steps
     return [f"{percent(steps.share(steps.compute_seconds))} of the step is computing"]
@@ -289,6 +320,8 @@ def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCount
         Sentences without a full stop.
     """
     notes = []
+    if cause is Cause.COMPUTE and counters.steps.wait_share >= 0.05:
+        notes.append(f"Batches come unevenly: {readers_name(counters)} could make more than twice as many")
     if counters.is_first and cause is not Cause.COMPUTE:
         cold = [one for one in counters.loader.files if one.cached_share is not None and one.cached_share < 0.9]
         where = f", {percent(1 - (cold[0].cached_share or 0.0))} of {cold[0].path} was not in memory" if cold else ""

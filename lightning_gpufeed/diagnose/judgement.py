@@ -23,6 +23,7 @@ class Cause(StrEnum):
     SYNC = "synchronisation-bound"
     HOST = "host-bound"
     START = "epoch start"
+    UNEVEN = "uneven batches"
     LOADER = "loader-bound"
 
 

@@ -8,6 +8,7 @@ The order of the questions is that of a careful engineer with top and htop::
       yes  do readers read more bytes than they deliver?                      read amplification
            are there more of them than cores, and do they queue?              too many workers
            do they sleep while the step waits for them?                       disk-bound
+           have they nothing to do half of the time?                          uneven batches
            could more of them run?                                            too few workers
            does user time go into work beyond conversion?                     transform-bound
            do they deliver floats made of 8-bit numbers?                      conversion on the host
@@ -37,6 +38,8 @@ _QUEUE_SHARE = 0.5
 _ASLEEP_SHARE = 0.5
 """Of the time that the step waits."""
 _START_SHARE = 0.1
+_SPARE_SHARE = 0.5
+_UNEVEN_SHARE = 0.1
 _FREE_CORES_SHARE = 0.75
 """Where readers and training take less than this of the cores, more readers find one."""
 _SATURATED_SHARE = 0.7
@@ -119,6 +122,8 @@ def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
     waited = counters.steps.wait_share if loader.is_ahead else 1.0
     if waiting_asleep(counters) >= _ASLEEP_SHARE * waited:
         return Cause.DISK
+    if figures.spare_share(counters) >= _SPARE_SHARE:
+        return Cause.UNEVEN if counters.steps.wait_share >= _UNEVEN_SHARE else Cause.COMPUTE
     if 0 < loader.num_workers < math.floor(cores) and _has_free_cores(counters):
         return Cause.TOO_FEW_WORKERS
     return _cause_of_work(counters, model)
