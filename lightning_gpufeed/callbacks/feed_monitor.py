@@ -43,7 +43,7 @@ class FeedMonitor(Callback):
     Hook                                  what it does
     ====================================  ===================================================================
     on_fit_start                          begins to watch the Trainer; every rank joins
-    on_train_epoch_start                  sums start anew; finds the loader
+    on_train_start, on_train_epoch_start  sums start anew; finds the loader
     on_train_batch_end                    a step is over; the operating system is asked now and then
     on_validation_start                   what follows is no part of a step
     on_train_epoch_end                    verdict: a line, a table, figures for the loggers, the page
@@ -139,6 +139,15 @@ class FeedMonitor(Callback):
         self._watch = TrainerWatch(trainer, pl_module, self._observer)
         self._is_early_due = self._first_seconds is not None
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An epoch that is resumed in its middle does not begin: it goes on from here.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+        """
+        self._begin_epoch(trainer)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sums start anew.
 
@@ -146,6 +155,9 @@ class FeedMonitor(Callback):
             trainer: The Trainer.
             pl_module: The model.
         """
+        self._begin_epoch(trainer)
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
         if trainer is not self._trainer or self._observer is None:
             return
         loader = training_loader(trainer)

@@ -102,21 +102,25 @@ class TrainerWatch:
         steps, ask = self._observer.steps, loop._broadcast_sigterm_tensor
 
         def watched_ask() -> None:
-            if not self._is_open:
-                return ask()
-            steps.begin_sync()
+            if self._is_open:
+                steps.begin_sync()
             try:
                 ask()
             finally:
-                steps.end_sync()
-            return None
+                if self._is_open:
+                    steps.end_sync()
 
         self._replace(loop, "_broadcast_sigterm_tensor", watched_ask)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         """Put a function in an instance's own attributes."""
-        self._undo.append((owner, name, owner.__dict__.get(name), new))
+        before = owner.__dict__.get(name)
+        new.is_in_use, new.before = self._is_in_use, before
+        self._undo.append((owner, name, before, new))
         owner.__dict__[name] = new
+
+    def _is_in_use(self) -> bool:
+        return self._is_open
 
     def close(self) -> None:
         """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
@@ -124,6 +128,8 @@ class TrainerWatch:
         for owner, name, before, new in reversed(self._undo):
             if owner.__dict__.get(name) is not new:
                 continue
+            while before is not None and not getattr(before, "is_in_use", lambda: True)():
+                before = before.before  # of a watch that has ended since
             if before is None:
                 owner.__dict__.pop(name, None)
             else:

@@ -2,12 +2,13 @@
 
 ::
 
-    first pass       | at most half of the time; may come from storage, and maps the files
-    feed             |                    the rest: epoch after epoch, without a step           |
-    feed and step    |                    half of the rest            | a step that sleeps      |
+    first pass     | half of the time, or to the end of the file |
+    feed                                                           | the rest of the time                          |
+    feed, step                                                     | half of the rest      | a step after a batch  |
 
-Batches come from the same loader as in a training, are watched by the same observer as in a training, and judged by
-the same verdict. The one who takes them does nothing else, so the feed sets the pace.
+The first pass may come from storage, and maps the files. After a whole one, epoch follows epoch; otherwise the feed
+goes on in the first. Batches come from the same loader as in a training, are watched by the same observer, and judged
+by the same verdict. The one who takes them does nothing, so the feed sets the pace.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_loader, find_readers, name_files
 from lightning_gpufeed.cli.bench_report import BenchReport, FeedRate, StepTrial
-from lightning_gpufeed.diagnose.observer import Observer, Readers
+from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts, StepTotals
+from lightning_gpufeed.diagnose.observer import Observer
 from lightning_gpufeed.diagnose.verdict import BOUND_SHARE, judge
 from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.access import StrPath
@@ -41,11 +44,11 @@ __all__ = ["bench_file"]
 _CACHED_SHARE = 0.95
 """Of 64 places looked at, three may be missing."""
 _FASTEST_BYTES, _FASTEST_SAMPLES = 20e9, 4e6
-"""No feed delivers more of them in a second."""
+"""Hardly a feed delivers more of them in a second."""
 _MOST_LISTED = 1 << 22
-_MOST_DIFFERENT = 64
-_COPY_SECONDS = 0.05
-_COPY_BYTES = 1 << 20
+_MOST_DIFFERENT = 8
+"""Epochs with an order of their own; then the orders come again."""
+_NUM_COPIES, _COPY_SECONDS, _COPY_BYTES = 10, 0.004, 1 << 20
 
 
 def bench_file(
@@ -98,7 +101,7 @@ def _keys_of_largest(path: StrPath) -> list[str] | None:
         return None
     largest = max(numbers, key=lambda one: math.prod(one.shape))
     group = group_by_split(arrays)[largest.split]
-    return [one.key for one in group if one.shape[:1] == largest.shape[:1]]
+    return [one.key for one in group if one.shape[:1] == largest.shape[:1] and one.kind != "V"] or None
 
 
 class _Bench:
@@ -115,23 +118,21 @@ class _Bench:
         """All parts, one after the other."""
         cached = cached_files(self._loader)
         is_cached = all(share >= _CACHED_SHARE for share in cached.values()) if cached else None
-        end = time.perf_counter() + seconds
         with closing(self._observer), ExitStack() as running:
-            batches = iter(running.enter_context(self._loader))
-            first = self._take(batches, seconds / 2, is_from_memory=is_cached)
+            batches, loader = iter(running.enter_context(self._loader)), self._loader
+            first = self._take(batches, seconds / 2, is_from_memory=is_cached, is_first=True)
             first_usage = self._observer.counters().readers
+            left = max(seconds - first.seconds, seconds / 2)
             if first.is_complete:
-                is_cached = True
-                batches = _endless(running.enter_context(self._long_loader(seconds)))
+                is_cached, loader = True, running.enter_context(self._long_loader(left))
+                batches = iter(loader)
                 next(batches)  # the measured part does not pay for the start
-            else:
-                batches = chain(batches, _endless(self._loader))
-            left = max(0.0, end - time.perf_counter())
             feed = self._take(batches, left / 2 if step_seconds else left, is_from_memory=is_cached)
             counters = self._observer.counters()
+            batches = chain(batches, _endless(loader))
             trial = self._try_step(batches, left / 2, step_seconds, feed) if step_seconds else None
-        files = name_files(counters.loader, Readers((), ()), cached)
-        counters = dataclasses.replace(counters, loader=dataclasses.replace(counters.loader, files=files))
+        counters = _without_a_step(counters, feed, name_files(counters.loader, (), cached))
+        main = counters.loader.files[0]
         return BenchReport(
             path=path,
             keys=tuple(layouts[0].key for layouts in self._source.fields.values()),
@@ -140,6 +141,7 @@ class _Bench:
             shuffle=str(self._shuffle),
             sample_bytes=self._sample_bytes,
             engines=tuple(self._source.engine_lines),
+            is_decoded=self._source.needs_decoding,
             cached_share=min(cached.values(), default=None),
             first_pass=first,
             first_usage=first_usage,
@@ -149,6 +151,7 @@ class _Bench:
             copy_bytes_per_second=_copy_rate(self._source) if is_cached else None,
             num_cores=counters.machine.num_cores,
             verdict=judge(counters),
+            command=main.command,
             step=trial,
         )
 
@@ -157,7 +160,13 @@ class _Bench:
         return sum(spec.row_bytes for spec in self._source.specs.values())
 
     def _take(
-        self, batches: Iterator[Any], seconds: float, *, step_seconds: float = 0.0, is_from_memory: bool | None = None
+        self,
+        batches: Iterator[Any],
+        seconds: float,
+        *,
+        step_seconds: float = 0.0,
+        is_from_memory: bool | None = None,
+        is_first: bool = False,
     ) -> FeedRate:
         """Take batches until the time is over or they end, one at least."""
         observer, timer = self._observer, self._observer.steps
@@ -166,10 +175,11 @@ class _Bench:
         num_batches = num_samples = 0
         first_batch_seconds = elapsed = 0.0
         begin = time.perf_counter()
-        while not num_batches or elapsed < seconds:
+        # A first pass whose larger part is over goes on to its end: what is left of it would be little to judge by.
+        while not num_batches or elapsed < seconds or (is_first and 2 * num_samples > self._source.num_samples):
             observer.begin_wait()
             batch = next(batches, None)
-            if batch is None:
+            if batch is None:  # and the reading thread has ended, with what it used since the latest look
                 break
             observer.end_wait()
             first_batch_seconds = first_batch_seconds or time.perf_counter() - begin
@@ -181,7 +191,8 @@ class _Bench:
             timer.end_compute()
             observer.end_step()
             elapsed = time.perf_counter() - begin
-        observer.sample()
+        else:
+            observer.sample()
         return FeedRate(
             num_samples=num_samples,
             num_batches=num_batches,
@@ -203,15 +214,23 @@ class _Bench:
 
     def _long_loader(self, seconds: float) -> H5Loader:
         """A loader whose epoch is many epochs in a row: its one thread can be watched from the beginning to the end."""
-        num_samples, bytes_each = self._source.num_samples, max(1, self._sample_bytes)
-        wanted = min(_MOST_LISTED, int(seconds * min(_FASTEST_SAMPLES, _FASTEST_BYTES / bytes_each)))
-        num_epochs = -(-max(wanted, 2 * self._batch_size) // num_samples)
-        # The first epoch is over.
-        drawn = [
-            self._shuffle.permutation(num_samples, 0, 1 + epoch) for epoch in range(min(num_epochs, _MOST_DIFFERENT))
-        ]
-        order = np.tile(np.concatenate(drawn), -(-num_epochs // len(drawn)))
+        wanted = seconds * min(_FASTEST_SAMPLES, _FASTEST_BYTES / max(1, self._sample_bytes))
+        at_least = max(2 * self._batch_size, int(min(_MOST_LISTED, wanted)))
+        order = _many_epochs(self._shuffle, self._source.num_samples, at_least)
         return H5Loader(self._source, self._batch_size, shuffle=None, indices=order)
+
+
+def _many_epochs(shuffle: Shuffle, num_samples: int, at_least: int) -> npt.NDArray[np.int64]:
+    """The orders of whole epochs one after the other, from epoch 1 on, until there are enough samples."""
+    num_epochs = -(-at_least // num_samples)
+    drawn = [shuffle.permutation(num_samples, 0, 1 + epoch) for epoch in range(min(num_epochs, _MOST_DIFFERENT))]
+    return np.tile(np.concatenate(drawn), -(-num_epochs // len(drawn)))
+
+
+def _without_a_step(counters: EpochCounters, feed: FeedRate, files: tuple[FileFacts, ...]) -> EpochCounters:
+    """What counts for a verdict on the feed alone: whoever takes the batches does nothing but wait for them."""
+    steps = StepTotals(num_steps=feed.num_batches, elapsed_seconds=feed.seconds, wait_seconds=feed.seconds)
+    return dataclasses.replace(counters, steps=steps, loader=dataclasses.replace(counters.loader, files=files))
 
 
 def _endless(loader: H5Loader) -> Iterator[Any]:
@@ -220,23 +239,21 @@ def _endless(loader: H5Loader) -> Iterator[Any]:
 
 
 def _copy_rate(source: H5Source) -> float | None:
-    """Bytes per second of a plain copy of the largest dataset by one thread into memory that it has used before.
-
-    `measure_unit_costs` is no bound: it copies into new memory, as a dataset that returns new arrays does.
-    """
+    """Bytes per second of a plain copy of the largest dataset out of the page cache, by one thread."""
+    # `measure_unit_costs` is no bound: it copies into new memory, as a dataset that returns new arrays does.
     layout = max((layouts[0] for layouts in source.fields.values()), key=lambda one: one.total_bytes)
     blocks = layout.block_offsets
     if blocks is None or not (blocks >= 0).any():
         return None
     begin = int(blocks[blocks >= 0].min())
+    # Compressed chunks are smaller than this; then the end of the file comes first.
     end = int(blocks.max()) + (layout.chunk_bytes or layout.total_bytes)
-    buffer, num_bytes, elapsed, offset = bytearray(_COPY_BYTES), 0, 0.0, begin
+    buffer, offset, rates = memoryview(bytearray(_COPY_BYTES)), begin, []
     with open(layout.storage_path, "rb", buffering=0) as file:
-        start = time.perf_counter()
-        while elapsed < _COPY_SECONDS:
-            count = os.preadv(file.fileno(), [memoryview(buffer)[: max(1, end - offset)]], offset)
-            num_bytes, offset = num_bytes + count, offset + count
-            if not count or offset >= end:  # the last compressed chunk may end before `end`, and the file with it
-                offset = begin
-            elapsed = time.perf_counter() - start
-    return num_bytes / elapsed if num_bytes else None
+        for _ in range(_NUM_COPIES):
+            num_bytes, start = 0, time.thread_time()
+            while (seconds := time.thread_time() - start) < _COPY_SECONDS:
+                count = os.preadv(file.fileno(), [buffer[: end - offset]], offset)
+                num_bytes, offset = num_bytes + count, offset + count if count and offset + count < end else begin
+            rates.append(num_bytes / seconds)
+    return max(rates) or None  # whatever else the machine does makes it slower

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_gpufeed.diagnose.counters import Usage
 from lightning_gpufeed.diagnose.figures import duration, percent
-from lightning_gpufeed.diagnose.judgement import Cause, Verdict
+from lightning_gpufeed.diagnose.judgement import Cause, Cure, Verdict
 from lightning_gpufeed.hdf5.report import bytes_text
 
 __all__ = ["BenchReport", "FeedRate", "StepTrial", "render_bench"]
@@ -18,16 +18,9 @@ __all__ = ["BenchReport", "FeedRate", "StepTrial", "render_bench"]
 _WIDTH = 100
 _INDENT = 12
 
-_LIMITS = {
-    Cause.CPU: "work on a core",
-    Cause.KERNEL: "the kernel",
-    Cause.DISK: "storage",
-    Cause.LOADER: "the reading thread",
-    Cause.TOO_MANY_WORKERS: "too few cores",
-    Cause.TOO_FEW_WORKERS: "too few readers",
-    Cause.CONVERSION: "wide numbers",
-}
-"""Causes in words that need no step; others are named as they are."""
+_WORTH = 1.05
+_CROWDED_SHARE = 0.2
+_COLD_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,7 @@ class BenchReport:
         shuffle: Order of the samples: "full", "window:N", "none".
         sample_bytes: Bytes of one sample, all datasets together.
         engines: How each dataset is read, and why.
+        is_decoded: Whether chunks are decoded; otherwise samples are copied from memory or the mapped file.
         cached_share: Share of the largest dataset in the page cache before, 0 to 1; None if unknown.
         first_pass: The first half of the time, or the first pass over the file if that is shorter.
         first_usage: What the reading thread used in that; None if it was too short to watch.
@@ -107,6 +101,7 @@ class BenchReport:
             it was read, may not be in memory.
         num_cores: Cores that this process may use.
         verdict: On the measured rest.
+        command: The line to type that would make the file fast; None if it is, or if that is not known.
         step: The pretended step; None if none was asked for.
     """
 
@@ -117,6 +112,7 @@ class BenchReport:
     shuffle: str
     sample_bytes: int
     engines: tuple[str, ...]
+    is_decoded: bool
     cached_share: float | None
     first_pass: FeedRate
     first_usage: Usage | None
@@ -126,6 +122,7 @@ class BenchReport:
     copy_bytes_per_second: float | None
     num_cores: float
     verdict: Verdict
+    command: str | None = None
     step: StepTrial | None = None
 
     @property
@@ -136,8 +133,20 @@ class BenchReport:
 
     @property
     def limit(self) -> str:
-        """What limits the feed."""
-        return _LIMITS.get(self.verdict.cause, str(self.verdict.cause))
+        """What limits the feed, in words that need no step."""
+        return {
+            Cause.CPU: "decoding on one core" if self.is_decoded else "copying samples on one core",
+            Cause.KERNEL: f"the kernel, which {'reads' if self.is_decoded else 'maps'} the file",
+            Cause.AMPLIFICATION: "whole chunks decoded for single samples",
+            Cause.CONVERSION: "floats in the file where 8-bit numbers would do",
+            Cause.DISK: "storage",
+            Cause.LOADER: "the reading thread",
+        }.get(self.verdict.cause, str(self.verdict.cause))
+
+    @property
+    def cures(self) -> tuple[Cure, ...]:
+        """What would help; what is not expected to is left out."""
+        return tuple(cure for cure in self.verdict.cures if cure.gain >= _WORTH)
 
     def as_dict(self) -> dict[str, Any]:
         """The report in numbers, strings, lists and dicts, as JSON can hold it; rates and shares included."""
@@ -148,9 +157,24 @@ class BenchReport:
                 "bytes_per_second": rate.bytes_per_second,
                 "batch_seconds": rate.batch_seconds,
             }
+        for name, usage in (("first_usage", self.first_usage), ("usage", self.usage)):
+            if usage is not None:
+                plain[name] |= {f"{label}_share": share for label, share in _shares(usage).items()}
         # How long a feed without a step "waits" says nothing.
         del plain["verdict"]["wait_share"], plain["verdict"]["free_echo_factor"]
+        plain["verdict"]["cures"] = [dataclasses.asdict(cure) for cure in self.cures]
         return plain | {"bound_share": self.bound_share, "limit": self.limit}
+
+
+def _shares(usage: Usage) -> dict[str, float | None]:
+    """What the reading thread did with its time; None where the kernel does not say."""
+    seconds = {
+        "user": usage.user_seconds,
+        "kernel": usage.system_seconds,
+        "queue": usage.queue_seconds,
+        "asleep": usage.asleep_seconds,
+    }
+    return {name: usage.share(one) for name, one in seconds.items()}
 
 
 def render_bench(report: BenchReport) -> str:
@@ -182,81 +206,86 @@ def _wrap(label: str, text: str) -> list[str]:
 
 
 def _setup_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
+    size = report.batch_size * report.sample_bytes
     yield (
         "",
         f"{' + '.join(report.keys)}: {report.num_samples:,} samples of {bytes_text(report.sample_bytes)}, "
-        f"shuffle {report.shuffle}, batches of {report.batch_size:,} ({bytes_text(_batch_bytes(report))})",
+        f"shuffle {report.shuffle}, batches of {report.batch_size:,} ({bytes_text(size)})",
     )
-    for line in report.engines:
-        yield "read", line
+    for number, line in enumerate(report.engines):
+        yield "" if number else "engine", line
     share = report.cached_share
     yield "page cache", "unknown share before" if share is None else f"about {percent(share)} in memory before"
 
 
-def _batch_bytes(report: BenchReport) -> int:
-    return report.batch_size * report.sample_bytes
+def _measured_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
+    feed, usage, bound = report.feed, report.usage, report.copy_bytes_per_second
+    yield "first pass", _first_text(report)
+    where = {True: "from memory", False: "still the first pass, from storage", None: "perhaps from storage"}
+    yield "rate", f"{_rate_text(feed)}, measured for {duration(feed.seconds)}, {where[feed.is_from_memory]}"
+    yield "batch", f"{duration(feed.batch_seconds)} each, {feed.num_batches:,} of them"
+    if usage is not None:
+        names = {
+            "user": "in its own code",
+            "kernel": "in the kernel",
+            "queue": "waiting for a core",
+            "asleep": "asleep",
+        }
+        shares = [f"{percent(share)} {names[name]}" for name, share in _shares(usage).items() if share is not None]
+        yield "reader", f"one thread: {', '.join(shares)}"
+    if report.read_ratio is not None:
+        few = "none by read calls: through a memory map, or kept in memory"
+        yield "bytes read", few if report.read_ratio < 0.005 else f"{report.read_ratio:.2g} for each byte delivered"
+    if bound is not None:
+        share = percent(report.bound_share or 0.0)
+        yield (
+            "bound",
+            f"{bytes_text(bound)}/s: a plain copy out of the page cache by one thread; {share} of it is reached",
+        )
 
 
 def _rate_text(rate: FeedRate) -> str:
     return f"{rate.samples_per_second:,.0f} samples/s, {bytes_text(rate.bytes_per_second)}/s"
 
 
-def _measured_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
-    first, feed = report.first_pass, report.feed
-    part = "" if first.is_complete else f", {percent(first.num_samples / report.num_samples)} of the samples"
-    cold = {True: "", False: ", cold: files come from storage", None: ", perhaps from storage"}
-    yield (
-        "first pass",
-        f"{_rate_text(first)}, for {duration(first.seconds)}{part}; first batch after "
-        f"{duration(first.first_batch_seconds)}{cold[first.is_from_memory]}",
-    )
-    where = {True: "from memory", False: "still cold: not all of the file was in memory", None: "perhaps from storage"}
-    yield "rate", f"{_rate_text(feed)}, measured for {duration(feed.seconds)}, {where[feed.is_from_memory]}"
-    yield "batch", f"{duration(feed.batch_seconds)} each, {feed.num_batches:,} of them"
-    if report.usage is not None:
-        yield "reader", _usage_text(report.usage)
-    if report.read_ratio is not None:
-        yield "bytes read", _read_text(report)
-    if report.copy_bytes_per_second is not None:
-        yield (
-            "bound",
-            f"{bytes_text(report.copy_bytes_per_second)}/s, a plain copy of the file out of the page cache by one "
-            f"thread; {percent(report.bound_share or 0.0)} of it is reached",
-        )
-
-
-def _usage_text(usage: Usage) -> str:
-    shares = {
-        "in its own code": usage.user_seconds,
-        "in the kernel": usage.system_seconds,
-        "waiting for a core": usage.queue_seconds,
-        "asleep": usage.asleep_seconds,
-    }
-    known = {name: usage.share(seconds) for name, seconds in shares.items()}
-    return "one thread: " + ", ".join(f"{percent(share)} {name}" for name, share in known.items() if share is not None)
-
-
-def _read_text(report: BenchReport) -> str:
-    ratio = report.read_ratio or 0.0
-    if ratio < 0.005:
-        return "none by read calls: through a memory map, or kept in memory"
-    return f"{ratio:.2g} for each byte delivered"
+def _first_text(report: BenchReport) -> str:
+    first, usage = report.first_pass, report.first_usage
+    parts = [
+        _rate_text(first),
+        f"in {duration(first.seconds)}",
+        f"first batch after {duration(first.first_batch_seconds)}",
+    ]
+    if not first.is_complete:
+        parts[1] += f" for {percent(first.num_samples / report.num_samples)} of the samples"
+    if first.is_from_memory is False:
+        parts.append("cold" if (report.cached_share or 0.0) < _COLD_SHARE else "partly cold")
+        if usage is not None and (share := usage.share(usage.asleep_seconds)) is not None:
+            parts.append(f"the reading thread was asleep {percent(share)} of the time")
+    return ", ".join(parts)
 
 
 def _judged_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
-    verdict = report.verdict
+    verdict, usage, cures = report.verdict, report.usage, report.cures
     yield "limited by", "; ".join([report.limit, *verdict.figures])
-    for number, cure in enumerate(verdict.cures):
-        yield "" if number else "would help", f"{cure}: {cure.action}"
-    if not verdict.cures:
-        yield "would help", "nothing that is known"
+    helps = [f"{cure}: {cure.action}" for cure in cures]
+    if report.command is not None and not any(report.command in text for text in helps):
+        helps.append(report.command)
+    for number, text in enumerate(helps or ["nothing that is known"]):
+        yield "" if number else "would help", text
     for note in verdict.notes:
         yield "note", note
+    queue = usage.share(usage.queue_seconds) if usage is not None else None
+    if queue is not None and queue >= _CROWDED_SHARE:
+        yield (
+            "note",
+            f"the reading thread waits {percent(queue)} of the time for a core that something else keeps busy; on a "
+            f"quiet machine the feed is faster",
+        )
     if (step := report.step) is not None:
-        waits = f"waits {percent(step.wait_share)} of the time for data" if step.wait_share else "never waits for data"
-        enough = "the feed is too slow for it" if step.has_waited else "the feed keeps up"
         yield (
             "step",
-            f"a pretended step of {duration(step.step_seconds)} (it sleeps, and takes no core) {waits}: {enough}; "
-            f"a step of {duration(step.shortest_seconds)} or more does not wait",
+            f"a pretended step of {duration(step.step_seconds)} (it sleeps, and takes no core) waits "
+            f"{percent(step.wait_share)} of the time for data: "
+            f"{'the feed is too slow for it' if step.has_waited else 'the feed keeps up'}; a step of "
+            f"{duration(step.shortest_seconds)} or more does not wait",
         )

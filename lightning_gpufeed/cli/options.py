@@ -23,9 +23,9 @@ A kill or Ctrl-C loses nothing: the same command goes on where it stopped.
 
 
 _PHASES = """\
-No model is needed. The first half of the time, or the first pass over the file if that is shorter, is kept apart:
-it may come from storage. The rest is judged as FeedMonitor judges a training. With --step-ms it is halved again: in
-its second half a step of that length is pretended after each batch.
+No model is needed. The first pass over the file, or half of the time if it takes longer, is kept apart: it may come
+from storage. The rest is judged as FeedMonitor judges a training. With --step-ms it is halved again: in its second
+half a step of that length is pretended after each batch.
 """
 
 

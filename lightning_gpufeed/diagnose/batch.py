@@ -30,14 +30,15 @@ def describe_batch(batch: Any) -> BatchFacts:
         The facts.
     """
     tensors = {id(leaf): leaf for leaf in walk(batch) if isinstance(leaf, torch.Tensor)}
-    num_bytes = widened_bytes = widened_values = 0
+    num_bytes = widened_bytes = widened_values = largest_bytes = 0
     largest: torch.Tensor | None = None
     for tensor in tensors.values():
-        num_bytes += tensor.nbytes
-        if largest is None or tensor.nbytes > largest.nbytes:
-            largest = tensor
+        size = _num_bytes(tensor)
+        num_bytes += size
+        if size > largest_bytes:
+            largest, largest_bytes = tensor, size
         if is_widened(tensor):
-            widened_bytes += tensor.nbytes
+            widened_bytes += size
             widened_values += tensor.numel()
     return BatchFacts(
         num_samples=_num_samples(batch),
@@ -68,6 +69,11 @@ def is_widened(tensor: torch.Tensor) -> bool:
     values = values[middle : middle + _NUM_LOOKED_AT]
     num_different = len(torch.unique(values))
     return num_different <= min(_MOST_DIFFERENT, len(values) // 8)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes in memory; 0 for sparse and nested tensors, which do not say."""
+    return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0
 
 
 def _num_samples(batch: Any) -> int | None:

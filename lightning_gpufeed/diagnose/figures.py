@@ -22,6 +22,7 @@ __all__ = [
 
 _LOW_MEMORY_SHARE = 0.05
 _SPARE_MEMORY_SHARE = 0.5
+_FEWEST_BYTES = 64 << 10
 _IDLE_KERNELS_SHARE = 0.5
 
 
@@ -72,9 +73,14 @@ def amplification(counters: EpochCounters) -> float | None:
         counters: Of an epoch.
 
     Returns:
-        1 for a file read sample by sample; None if unknown.
+        1 for a file read sample by sample; None if unknown, or so little that messages between processes count.
     """
-    if counters.read_ratio is None:
+    usage = counters.readers
+    if (
+        counters.read_ratio is None
+        or usage is None
+        or (usage.read_bytes or 0) < _FEWEST_BYTES * counters.num_watched_steps
+    ):
         return None
     return counters.read_ratio * counters.batch.num_bytes / max(1, counters.batch.compact_bytes)
 

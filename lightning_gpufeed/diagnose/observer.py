@@ -85,7 +85,7 @@ class Observer:
         self._pressure, self._device_watch = PressureWatch(), DeviceWatch(device)
         self._watches = (self._readers, self._main, self._thread)
         self._watched_steps = 0
-        self._has_begun = self._is_first = False
+        self._has_stepped = self._is_first = False
         self.loader = LoaderFacts()
         self._forget()
 
@@ -110,9 +110,8 @@ class Observer:
             epoch: Counts from 0.
         """
         # Sums over short epochs are kept until they are worth something; the cold epoch's are not for the others.
-        is_short = self._has_begun and not self._is_first and self._thread.usage.wall_seconds < _SHORT_SECONDS
-        self._is_first = not self._has_begun
-        self._has_begun = True
+        is_short = self._has_stepped and not self._is_first and self._thread.usage.wall_seconds < _SHORT_SECONDS
+        self._is_first = not self._has_stepped
         if self._is_first:
             # What is asked for the first time takes longer, and is no measure of what asking costs.
             self.sample()
@@ -139,7 +138,7 @@ class Observer:
 
     def end_wait(self) -> None:
         """The batch is there."""
-        is_start = self._epoch_begin is not None and self.loader.is_ahead
+        is_start = self._epoch_begin is not None and self.loader.is_ahead and not self.steps.is_computing
         self.steps.end_wait(is_start=is_start)
         if self._epoch_begin is not None:
             # The first batch is waited for while workers have just begun: that is a matter of the epoch, not of a step.
@@ -164,7 +163,10 @@ class Observer:
         """
         if self._num_batches == self._next_look:
             self._next_look = max(1, self._next_look) * _LOOK_FACTOR
-            facts = describe_batch(batch)
+            try:
+                facts = describe_batch(batch)
+            except Exception:  # a batch of a kind that nobody foresaw is no reason to end a training
+                facts = BatchFacts()
             # The first batches of an epoch are like the others; the last one may be smaller.
             if self._batch is None or facts.num_bytes >= self._batch.num_bytes:
                 self._batch = facts
@@ -173,6 +175,7 @@ class Observer:
     def end_step(self) -> None:
         """A step is over."""
         self.steps.end_step()
+        self._has_stepped = True
         now = time.perf_counter()
         if now >= self._next_sample:
             self.sample()

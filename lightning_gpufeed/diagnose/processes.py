@@ -304,9 +304,12 @@ def _snapshot_by_psutil(pid: int) -> _Snapshot | None:
         times, start = process.cpu_times(), process.create_time()
         if process.status() == psutil.STATUS_ZOMBIE:
             return None
-        io = process.io_counters() if hasattr(process, "io_counters") else None
-    except (psutil.Error, OSError, ValueError, NotImplementedError):
+    except (psutil.Error, OSError, ValueError):
         return None
+    try:
+        io = process.io_counters()
+    except (AttributeError, psutil.Error, OSError):  # not on this system, or not for us
+        io = None
     # Only where it tells bytes asked for apart from bytes of storage is it known which of them the others are.
     read_bytes = getattr(io, "read_chars", None)
     counts = _Counts(

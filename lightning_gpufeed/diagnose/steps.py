@@ -90,6 +90,11 @@ class StepTimer:
         self._host_spans: deque[tuple[int, list[tuple[str, float, float]]]] = deque(maxlen=_TIMELINE_STEPS)
         self._device_spans: deque[tuple[int, list[tuple[str, float, float]]]] = deque(maxlen=_TIMELINE_STEPS)
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether forward, backward and update have begun and the step is not over."""
+        return self._step is not None and self._step.compute_begin > 0
+
     # What happens, in the order in which it does ---------------------------------------------------------
 
     def begin_sync(self) -> None:
@@ -149,8 +154,8 @@ class StepTimer:
     def begin_compute(self) -> None:
         """Forward, backward and update begin."""
         step = self._step
-        if step is None:
-            return
+        if step is None:  # a step that fetches its batches by itself
+            step = self._step = _Step(time.perf_counter() if self._end is None else self._end)
         if self._marks.is_cuda and not step.marks:  # a batch that was not moved: it was there already
             self._mark(step)
             self._mark(step)
