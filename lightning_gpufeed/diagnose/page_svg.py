@@ -59,7 +59,8 @@ def prose(text: str, commands: Iterable[str] = ()) -> str:
     Returns:
         HTML.
     """
-    known = [re.escape(escaped(command)) for command in sorted(commands, key=len, reverse=True) if command]
+    options = r"(?: --[\w-]+(?:[= ]\d+)?)*"  # an advice may add some to a command
+    known = [re.escape(escaped(command)) + options for command in sorted(commands, key=len, reverse=True) if command]
     code = "|".join([*known, r"`[^`]+`", r"[\w.]+\((?:[^()]*=[^()]*)?\)"])
     pattern = re.compile(rf"(?P<code>{code})|(?<=\d) (?=(?:%|s|ms|us|bytes?|[kKMGT]i?B)(?!\w))")
 
@@ -132,7 +133,7 @@ def draw_gain(cures: Iterable[Cure], cure: Cure | None = None) -> str:
         return f"{5 + 90 * math.log(max(value, least) / least) / math.log(most / least):.2f}%"
 
     if cure is None:
-        inside = f'<text x="{across(1)}" y="19" text-anchor="middle">1×</text>'
+        inside = f'<text x="{across(1)}" y="17" text-anchor="middle">1×</text>'
     else:
         inside = (
             f'<line class="line" x1="{across(1)}" x2="{across(1)}" y1="1" y2="21"/>'

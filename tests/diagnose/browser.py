@@ -184,16 +184,16 @@ def _dump(page: Path, profile: Path, *, is_dark: bool) -> str:
         f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", "--dump-dom", page.as_uri(),
     ]  # fmt: skip
     # A group of its own, so that it can be ended with all that it starts.
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    try:
-        dumped, _ = process.communicate(timeout=LIMIT_SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        _end_helpers(profile)
+    ) as process:
+        try:
+            dumped, _ = process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            _end_helpers(profile)
     assert process.returncode == 0, f"{browser} ended with {process.returncode}"
     return dumped
 

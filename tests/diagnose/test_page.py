@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import stat
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_gpufeed.diagnose.page import MAX_EPOCHS, page_text, write_page
 from lightning_gpufeed.diagnose.page_style import DARK, LIGHT
 from lightning_gpufeed.diagnose.page_svg import draw_timeline, prose, shown_steps
 from lightning_gpufeed.diagnose.records import PARTS, EpochRecord, printable
+from tests.diagnose import browser
 from tests.diagnose.browser import find_browser, look_at
 from tests.diagnose.samples import (
     AMPLIFIED,
@@ -147,6 +149,14 @@ def test_the_browser_sees_the_page_of_a_reader_who_prefers_the_dark(seen):
     assert not seen["dark"]["faint", 800].faint
 
 
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_a_browser_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(browser, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(browser, "PROBE", "for (;;);")
+    with pytest.raises(subprocess.TimeoutExpired):  # that no process is left is seen by the check around every test
+        look_at({"empty": PAGES["empty"]}, [800], tmp_path)
+
+
 # Well formed and safe --------------------------------------------------------------------------------------
 
 
@@ -220,6 +230,7 @@ def test_whatever_a_text_holds_the_page_is_well_formed_and_shows_it(text):
 
 def test_commands_and_calls_are_set_as_code():
     assert prose(f"{COMMAND} once, and use it", [COMMAND]) == f"<code>{COMMAND}</code> once, and use it"
+    assert prose(f"{COMMAND} --chunk-bytes 12 once", [COMMAND]) == f"<code>{COMMAND} --chunk-bytes 12</code> once"
     assert prose("run `gpufeed inspect a<b.h5`") == "run <code>gpufeed inspect a&lt;b.h5</code>"
     assert prose("DataLoader(num_workers=4, x='y') or OOMRecovery(), on 2 core(s)") == (
         "<code>DataLoader(num_workers=4, x=&#x27;y&#x27;)</code> or <code>OOMRecovery()</code>, on 2 core(s)"
