@@ -1,12 +1,13 @@
 """What can be known of a loader from outside: its workers, its arguments, the HDF5 files that it reads.
 
-Private names of torch, each asserted in `tests/test_private_api.py`:
+Private names of torch and Lightning, each asserted in `tests/test_private_api.py`:
 
 ==========================================  ===============================================================
 name                                        what for
 ==========================================  ===============================================================
 DataLoader._iterator                        the running iteration of a loader with persistent workers
 _MultiProcessingDataLoaderIter._workers     which processes load for it
+CombinedLoader._iterator.iterators          the same for a loader whose workers are not kept (Lightning's)
 ==========================================  ===============================================================
 
 All files that a process has open are listed by the kernel, which names the HDF5 files of a Dataset of any kind.
@@ -106,8 +107,10 @@ def find_readers(loader: Any) -> Readers:
     threads = [one.native_id for one in threading.enumerate() if one.name == _READING_THREAD and one.native_id]
     if isinstance(inner, H5Loader) or not getattr(inner, "num_workers", 0):
         return Readers((), threads)
-    workers = getattr(getattr(inner, "_iterator", None), "_workers", None)
-    processes = workers if workers is not None else multiprocessing.active_children()
+    # A loader's own attribute holds the iteration only if its workers are kept; Lightning has it in both cases.
+    running = [getattr(inner, "_iterator", None), *getattr(getattr(loader, "_iterator", None), "iterators", [])]
+    workers = [worker for one in running for worker in getattr(one, "_workers", [])]
+    processes = workers or multiprocessing.active_children()
     # A reading thread only hands on what the workers have made.
     return Readers([one.pid for one in processes if one.pid is not None and _is_running(one)], ())
 
@@ -126,9 +129,10 @@ def _has_reading_thread() -> bool:
 
 
 def _main_layouts(loader: H5Loader) -> tuple[H5DatasetLayout, ...]:
-    """The field that decides the speed."""
-    fields = loader.source.fields.values()
-    return max(fields, key=lambda layouts: sum(one.total_bytes for one in layouts))
+    """The field that decides the speed; none where all are kept in memory."""
+    source = loader.source
+    fields = [layouts for name, layouts in source.fields.items() if not source.is_kept(name)]
+    return max(fields, key=lambda layouts: sum(one.total_bytes for one in layouts), default=())
 
 
 def _own_files(loader: H5Loader) -> Iterable[FileFacts]:

@@ -135,12 +135,12 @@ class BenchReport:
     def limit(self) -> str:
         """What limits the feed, in words that need no step."""
         return {
-            Cause.CPU: "decoding on one core" if self.is_decoded else "copying samples on one core",
+            Cause.DECODE: "decoding on one core",
+            Cause.LOADER: "copying samples on one core",
             Cause.KERNEL: f"the kernel, which {'reads' if self.is_decoded else 'maps'} the file",
             Cause.AMPLIFICATION: "whole chunks decoded for single samples",
             Cause.CONVERSION: "floats in the file where 8-bit numbers would do",
             Cause.DISK: "storage",
-            Cause.LOADER: "the reading thread",
         }.get(self.verdict.cause, str(self.verdict.cause))
 
     @property

@@ -137,7 +137,9 @@ def figures_for(
     if cause is Cause.SYNC:
         return tuple(_sync_texts(counters, others))
     chosen = texts.get(cause, _reader_texts)(counters)
-    if cause in (Cause.CPU, Cause.KERNEL, Cause.CONVERSION) and model.parts is not None:
+    if cause is Cause.DECODE:
+        chosen += [_layout_text(one) for one in counters.loader.files if not one.is_direct]
+    if cause in (Cause.CPU, Cause.DECODE, Cause.KERNEL, Cause.CONVERSION) and model.parts is not None:
         chosen.append(f"a batch takes a reader {duration(model.parts.busy)} on a core")
     return tuple(chosen)
 
@@ -195,8 +197,10 @@ def _amplification_texts(counters: EpochCounters) -> list[str]:
 def _layout_text(one: FileFacts) -> str:
     shape = "x".join(map(str, one.chunk_shape or ()))
     key = f" {one.key}" if one.key else ""
+    filters = f" under {', '.join(one.filters)}" if one.filters else ""
     order = f", read in order {one.order!r}" if one.order else ""
-    return f"{one.path}{key}: chunks of {shape}, {one.chunk_samples} samples each{order}"
+    many = f", {one.chunk_samples} samples each" if one.chunk_samples > 1 else ""
+    return f"{one.path}{key}: {f'chunks of {shape}' if shape else one.dtype}{many}{filters}{order}"
 
 
 def _conversion_texts(counters: EpochCounters) -> list[str]:
@@ -234,7 +238,9 @@ def _disk_texts(counters: EpochCounters) -> list[str]:
     usage = counters.readers
     asleep = usage.share(usage.asleep_seconds) if usage is not None else None
     who, verb = readers_name(counters), "are" if counters.loader.num_workers > 1 else "is"
-    texts = [f"{who} {verb} asleep {percent(asleep or 0.0)} of the time while the step waits: storage or network"]
+    texts = [
+        f"{who} {verb} asleep {percent(asleep or 0.0)} of the time while a batch is waited for: storage or network"
+    ]
     pressure = counters.machine.io_pressure
     if pressure is not None:
         texts.append(f"the kernel saw something wait for storage {percent(pressure)} of the time")

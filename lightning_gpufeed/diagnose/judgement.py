@@ -13,6 +13,7 @@ class Cause(StrEnum):
 
     COMPUTE = "compute-bound"
     CPU = "transform-bound"
+    DECODE = "decode-bound"
     KERNEL = "kernel-bound"
     DISK = "disk-bound"
     AMPLIFICATION = "read amplification"

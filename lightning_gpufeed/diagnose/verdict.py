@@ -10,6 +10,7 @@ The order of the questions is that of a careful engineer with top and htop::
            do they sleep while the step waits for them?                       disk-bound
            have they nothing to do half of the time?                          uneven batches
            could more of them run?                                            too few workers
+           is it our own loader, and does it decode?                          decode-bound
            does user time go into work beyond conversion?                     transform-bound
            do they deliver floats made of 8-bit numbers?                      conversion on the host
            does the kernel do most of the work?                               kernel-bound
@@ -134,6 +135,8 @@ def _cause_of_work(counters: EpochCounters, model: LoadModel) -> Cause:
     usage, batch, parts = counters.readers, counters.batch, model.parts
     assert usage is not None
     is_widened = batch.widened_bytes >= _WIDENED_SHARE * batch.num_bytes > 0
+    if counters.loader.is_own and not is_widened:  # no user's code runs in it
+        return Cause.LOADER if all(one.is_direct for one in counters.loader.files) else Cause.DECODE
     # Without unit costs all of it is "other", and says nothing.
     does_more = parts is not None and counters.machine.costs is not None and parts.other > 0.6 * parts.busy
     if usage.user_seconds > usage.system_seconds and (does_more or not is_widened):

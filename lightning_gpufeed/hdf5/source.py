@@ -131,6 +131,18 @@ class H5Source:
         largest = max(streamed, key=lambda layouts: sum(layout.total_bytes for layout in layouts))
         return any(layout.engine is Engine.H5PY for layout in largest)
 
+    def is_kept(self, name: str) -> bool:
+        """Whether a field is read once and kept in memory.
+
+        Args:
+            name: Field name.
+
+        Returns:
+            True for small rows, and for what is no tensor.
+        """
+        layouts = self.fields[name]
+        return not layouts[0].is_tensor or is_resident(layouts, self._resident_bytes)
+
     def check_unchanged(self) -> None:
         """Make sure that no file changed since its layout was read.
 
