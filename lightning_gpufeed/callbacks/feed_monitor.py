@@ -114,6 +114,12 @@ class FeedMonitor(Callback):
         self._readers, self._paths = Readers((), ()), set[str]()
         self._files: dict[tuple[str, ...], tuple[FileFacts, ...]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments and the records: workers that are spawned may get a copy of the Trainer and all that it has."""
+        state = self.__dict__.copy()
+        state.update(_trainer=None, _observer=None, _watch=None, _vote=None, _loader=None)
+        return state
+
     # Watching --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -22,11 +22,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+import h5py
 from torch.utils.data import DataLoader
 
 from lightning_gpufeed.diagnose.counters import FileFacts, LoaderFacts
 from lightning_gpufeed.diagnose.observer import Readers
 from lightning_gpufeed.errors import GpuFeedError
+from lightning_gpufeed.hdf5.access import open_file
 from lightning_gpufeed.hdf5.inspection import inspect_file
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.loader import H5Loader
@@ -37,6 +39,7 @@ __all__ = ["cached_files", "describe_loader", "find_readers", "name_files", "ope
 _READING_THREAD = "gpufeed-reader"
 _H5_ENDINGS = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".h5ad", ".mat")
 _MOST_FILES = 4
+_MOST_OBJECTS = 256
 
 
 def describe_loader(loader: Any) -> LoaderFacts:
@@ -57,40 +60,67 @@ def describe_loader(loader: Any) -> LoaderFacts:
             batch_size=inner.batch_size,
             files=tuple(_own_files(inner)),
         )
-    workers = getattr(inner, "num_workers", 0)
-    context = getattr(inner, "multiprocessing_context", None)
-    method = context.get_start_method() if context is not None else multiprocessing.get_start_method(allow_none=True)
+    num_workers = sum(_whole(one, "num_workers") or 0 for one in _loaders(loader))
     return LoaderFacts(
         name=type(inner).__name__,
-        num_workers=workers if isinstance(workers, int) else 0,
+        num_workers=num_workers,
         has_thread=_has_reading_thread(),
-        batch_size=_whole(getattr(inner, "batch_size", None)),
-        prefetch_factor=_whole(getattr(inner, "prefetch_factor", None)),
-        pin_memory=bool(inner.pin_memory) if hasattr(inner, "pin_memory") else None,
-        start_method=method if workers else None,
-        is_persistent=bool(getattr(inner, "persistent_workers", False)),
+        batch_size=_whole(inner, "batch_size"),
+        prefetch_factor=_whole(inner, "prefetch_factor"),
+        pin_memory=_flag(inner, "pin_memory"),
+        start_method=_start_method(inner) if num_workers else None,
+        is_persistent=bool(_flag(inner, "persistent_workers")),
     )
 
 
+def _loaders(loader: Any) -> list[Any]:
+    """The loaders in a collection of Lightning's, or the one, without what stands in front of them."""
+    flattened = _attribute(loader, "flattened")
+    return [_unwrapped(one) for one in (flattened if isinstance(flattened, list) and flattened else [loader])]
+
+
 def _main_loader(loader: Any) -> Any:
-    """The loader inside wrappers and collections that has most to do."""
-    flattened = getattr(loader, "flattened", None)
-    candidates = list(flattened) if isinstance(flattened, list) and flattened else [loader]
-    inner = [_unwrapped(one) for one in candidates]
-    return max(inner, key=lambda one: (isinstance(one, H5Loader), _whole(getattr(one, "num_workers", 0)) or 0))
+    """The one that has most to do."""
+    return max(_loaders(loader), key=lambda one: (isinstance(one, H5Loader), _whole(one, "num_workers") or 0))
 
 
 def _unwrapped(loader: Any) -> Any:
     """A loader that stands in front of another keeps it as `loader`."""
     for _ in range(4):
-        if isinstance(loader, DataLoader | H5Loader) or not hasattr(loader, "loader"):
+        inner = _attribute(loader, "loader")
+        if isinstance(loader, DataLoader | H5Loader) or inner is None:
             break
-        loader = loader.loader
+        loader = inner
     return loader
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute of a class that nobody knows, where reading one may do anything; None if it cannot be read."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # whatever a property raises
+        return None
+
+
+def _whole(owner: Any, name: str) -> int | None:
+    value = _attribute(owner, name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _flag(owner: Any, name: str) -> bool | None:
+    value = _attribute(owner, name)
+    return value if isinstance(value, bool) else None
+
+
+def _start_method(loader: Any) -> str | None:
+    """How its workers are started."""
+    context = _attribute(loader, "multiprocessing_context")
+    if isinstance(context, str):
+        return context
+    ask = _attribute(context, "get_start_method")
+    if callable(ask):
+        return str(ask())
+    return multiprocessing.get_start_method(allow_none=True)
 
 
 def find_readers(loader: Any) -> Readers:
@@ -103,14 +133,17 @@ def find_readers(loader: Any) -> Readers:
         Process and thread numbers. Where the workers of a loader cannot be told from other processes that this one
         has started, all of those.
     """
-    inner = _main_loader(loader)
+    loaders = _loaders(loader)
     threads = [one.native_id for one in threading.enumerate() if one.name == _READING_THREAD and one.native_id]
-    if isinstance(inner, H5Loader) or not getattr(inner, "num_workers", 0):
+    if not any(_whole(one, "num_workers") for one in loaders):
         return Readers((), threads)
     # A loader's own attribute holds the iteration only if its workers are kept; Lightning has it in both cases.
-    running = [getattr(inner, "_iterator", None), *getattr(getattr(loader, "_iterator", None), "iterators", [])]
-    workers = [worker for one in running for worker in getattr(one, "_workers", [])]
-    processes = workers or multiprocessing.active_children()
+    running = [
+        _attribute(_attribute(loader, "_iterator"), "iterators") or [],
+        [_attribute(one, "_iterator") for one in loaders],
+    ]
+    workers = {worker.pid: worker for some in running for one in some for worker in _attribute(one, "_workers") or []}
+    processes = list(workers.values()) or multiprocessing.active_children()
     # A reading thread only hands on what the workers have made.
     return Readers([one.pid for one in processes if one.pid is not None and _is_running(one)], ())
 
@@ -179,9 +212,14 @@ def name_files(facts: LoaderFacts, paths: Iterable[str], cached: dict[str, float
         The files, at most four.
     """
     known = {one.path: one for one in facts.files}
-    for path in () if facts.is_own else paths:
+    for path in () if facts.is_own else filter(_may_be_hdf5, paths):
         known.setdefault(path, FileFacts(path))
     return tuple(_completed(one, cached.get(one.path)) for one in list(known.values())[:_MOST_FILES])
+
+
+def _may_be_hdf5(path: str) -> bool:
+    """Whether to show it: not a file of another kind with such a name. One that is gone has been one, by its name."""
+    return not os.path.exists(path) or (os.path.isfile(path) and bool(h5py.is_hdf5(path)))
 
 
 def open_files(readers: Readers) -> list[str]:
@@ -208,8 +246,11 @@ def open_files(readers: Readers) -> list[str]:
 def _completed(file: FileFacts, share: float | None) -> FileFacts:
     """A file with its layout and the line that makes it fast."""
     try:
+        with open_file(file.path) as h5_file:
+            if _has_many_datasets(h5_file):
+                return file
         report = inspect_file(file.path, probe_seconds=0)
-    except (GpuFeedError, OSError, ValueError, RuntimeError):  # gone, or no HDF5 after all: the rest still holds
+    except (GpuFeedError, OSError, ValueError, RuntimeError):  # gone, or in use: the rest still holds
         return file
     main = next((one for one in report.datasets if one.key == (file.key or report.main_key)), None)
     if main is None:
@@ -226,3 +267,14 @@ def _completed(file: FileFacts, share: float | None) -> FileFacts:
         command=report.advice.command,
         cached_share=share,
     )
+
+
+def _has_many_datasets(h5_file: Any) -> bool:
+    """Whether looking at each would take long: files with a dataset per sample have millions."""
+    names: list[str] = []
+
+    def count(name: str) -> bool | None:
+        names.append(name)
+        return True if len(names) > _MOST_OBJECTS else None
+
+    return bool(h5_file.visit(count))

@@ -33,6 +33,21 @@ def training_loader(trainer: Trainer) -> Any:
     return trainer.fit_loop._combined_loader
 
 
+class _Hook:
+    """A function in the place of an instance's method. A copy of the instance, pickled or not, has the method again."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any], is_in_use: Callable[[], bool]) -> None:
+        self._owner, self._name, self._function = owner, name, function
+        self.is_in_use = is_in_use
+        self.before = owner.__dict__.get(name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._function(*arguments, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
+
+
 class TrainerWatch:
     """Hooks into one Trainer, and out of it again."""
 
@@ -44,7 +59,7 @@ class TrainerWatch:
             module: The model it trains.
             observer: Is told what happens.
         """
-        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._undo: list[tuple[Any, str, _Hook]] = []
         self._is_open = True
         self._trainer, self._observer = trainer, observer
         loop = trainer.fit_loop.epoch_loop
@@ -112,12 +127,11 @@ class TrainerWatch:
 
         self._replace(loop, "_broadcast_sigterm_tensor", watched_ask)
 
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Put a function in an instance's own attributes."""
-        before = owner.__dict__.get(name)
-        new.is_in_use, new.before = self._is_in_use, before
-        self._undo.append((owner, name, before, new))
-        owner.__dict__[name] = new
+        hook = _Hook(owner, name, function, self._is_in_use)
+        owner.__dict__[name] = hook
+        self._undo.append((owner, name, hook))
 
     def _is_in_use(self) -> bool:
         return self._is_open
@@ -125,10 +139,11 @@ class TrainerWatch:
     def close(self) -> None:
         """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
         self._is_open = False
-        for owner, name, before, new in reversed(self._undo):
-            if owner.__dict__.get(name) is not new:
+        for owner, name, hook in reversed(self._undo):
+            if owner.__dict__.get(name) is not hook:
                 continue
-            while before is not None and not getattr(before, "is_in_use", lambda: True)():
+            before = hook.before
+            while isinstance(before, _Hook) and not before.is_in_use():
                 before = before.before  # of a watch that has ended since
             if before is None:
                 owner.__dict__.pop(name, None)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_loader, find_readers, name_files
-from lightning_gpufeed.cli.bench_report import BenchReport, FeedRate, StepTrial
+from lightning_gpufeed.cli.bench_report import CACHED_SHARE, BenchReport, FeedRate, StepTrial
 from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts, StepTotals
 from lightning_gpufeed.diagnose.observer import Observer
 from lightning_gpufeed.diagnose.verdict import BOUND_SHARE, judge
@@ -41,8 +41,6 @@ from lightning_gpufeed.hdf5.source import H5Source
 
 __all__ = ["bench_file"]
 
-_CACHED_SHARE = 0.95
-"""Of 64 places looked at, three may be missing."""
 _FASTEST_BYTES, _FASTEST_SAMPLES = 20e9, 4e6
 """Hardly a feed delivers more of them in a second."""
 _MOST_LISTED = 1 << 22
@@ -117,22 +115,23 @@ class _Bench:
     def run(self, path: str, seconds: float, step_seconds: float) -> BenchReport:
         """All parts, one after the other."""
         cached = cached_files(self._loader)
-        is_cached = all(share >= _CACHED_SHARE for share in cached.values()) if cached else None
         with closing(self._observer), ExitStack() as running:
             batches, loader = iter(running.enter_context(self._loader)), self._loader
-            first = self._take(batches, seconds / 2, is_from_memory=is_cached, is_first=True)
+            share = min(cached.values(), default=None)
+            first = self._take(batches, seconds / 2, cached_share=share, is_first=True)
             first_usage = self._observer.counters().readers
             left = max(seconds - first.seconds, seconds / 2)
             if first.is_complete:
-                is_cached, loader = True, running.enter_context(self._long_loader(left))
+                share, loader = self._share_after(), running.enter_context(self._long_loader(left))
                 batches = iter(loader)
                 next(batches)  # the measured part does not pay for the start
-            feed = self._take(batches, left / 2 if step_seconds else left, is_from_memory=is_cached)
+            feed = self._take(batches, left / 2 if step_seconds else left, cached_share=share)
             counters = self._observer.counters()
             batches = chain(batches, _endless(loader))
             trial = self._try_step(batches, left / 2, step_seconds, feed) if step_seconds else None
-        counters = _without_a_step(counters, feed, name_files(counters.loader, (), cached))
-        main = counters.loader.files[0]
+        files = name_files(counters.loader, (), cached)
+        counters = _without_a_step(counters, feed, files)
+        is_in_memory = first.is_complete or (share or 0.0) >= CACHED_SHARE
         return BenchReport(
             path=path,
             keys=tuple(layouts[0].key for layouts in self._source.fields.values()),
@@ -142,18 +141,23 @@ class _Bench:
             sample_bytes=self._sample_bytes,
             engines=tuple(self._source.engine_lines),
             is_decoded=self._source.needs_decoding,
-            cached_share=min(cached.values(), default=None),
             first_pass=first,
             first_usage=first_usage,
             feed=feed,
             usage=counters.readers,
             read_ratio=counters.read_ratio,
-            copy_bytes_per_second=_copy_rate(self._source) if is_cached else None,
+            copy_bytes_per_second=_copy_rate(self._source) if is_in_memory else None,
             num_cores=counters.machine.num_cores,
             verdict=judge(counters),
-            command=main.command,
+            command=next((one.command for one in files), None),
             step=trial,
         )
+
+    def _share_after(self) -> float | None:
+        """Share of the file that is in memory after all of it was read."""
+        if not self._observer.loader.files:  # it is the loader that keeps it
+            return 1.0
+        return min(cached_files(self._loader).values(), default=None)
 
     @property
     def _sample_bytes(self) -> int:
@@ -165,7 +169,7 @@ class _Bench:
         seconds: float,
         *,
         step_seconds: float = 0.0,
-        is_from_memory: bool | None = None,
+        cached_share: float | None = None,
         is_first: bool = False,
     ) -> FeedRate:
         """Take batches until the time is over or they end, one at least."""
@@ -200,7 +204,7 @@ class _Bench:
             seconds=elapsed,
             first_batch_seconds=first_batch_seconds,
             is_complete=num_samples >= self._source.num_samples,
-            is_from_memory=is_from_memory,
+            cached_share=cached_share,
         )
 
     def _try_step(self, batches: Iterator[Any], seconds: float, step_seconds: float, feed: FeedRate) -> StepTrial:

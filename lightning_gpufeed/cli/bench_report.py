@@ -21,6 +21,8 @@ _INDENT = 12
 _WORTH = 1.05
 _CROWDED_SHARE = 0.2
 _COLD_SHARE = 0.05
+CACHED_SHARE = 0.95
+"""Of 64 places that were looked at, three may be missing."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class FeedRate:
         seconds: Time taken.
         first_batch_seconds: From the first request to the first batch.
         is_complete: Whether every sample of the file came at least once in this part.
-        is_from_memory: Whether the file was in memory when it began; None if that is not known.
+        cached_share: Share of the file in memory when it began, 0 to 1; None if that is not known.
     """
 
     num_samples: int
@@ -43,7 +45,7 @@ class FeedRate:
     seconds: float
     first_batch_seconds: float = 0.0
     is_complete: bool = False
-    is_from_memory: bool | None = None
+    cached_share: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -91,14 +93,13 @@ class BenchReport:
         sample_bytes: Bytes of one sample, all datasets together.
         engines: How each dataset is read, and why.
         is_decoded: Whether chunks are decoded; otherwise samples are copied from memory or the mapped file.
-        cached_share: Share of the largest dataset in the page cache before, 0 to 1; None if unknown.
         first_pass: The first half of the time, or the first pass over the file if that is shorter.
         first_usage: What the reading thread used in that; None if it was too short to watch.
         feed: The measured rest.
         usage: What the reading thread used meanwhile; None if it could not be watched.
         read_ratio: Bytes read by calls for each byte delivered; None if unknown, 0 through a memory map.
-        copy_bytes_per_second: Rate of a plain copy out of the page cache by one thread; None where the file, as far as
-            it was read, may not be in memory.
+        copy_bytes_per_second: Rate of a plain copy out of the page cache by one thread; None where the file may not be
+            in memory.
         num_cores: Cores that this process may use.
         verdict: On the measured rest.
         command: The line to type that would make the file fast; None if it is, or if that is not known.
@@ -113,7 +114,6 @@ class BenchReport:
     sample_bytes: int
     engines: tuple[str, ...]
     is_decoded: bool
-    cached_share: float | None
     first_pass: FeedRate
     first_usage: Usage | None
     feed: FeedRate
@@ -134,9 +134,11 @@ class BenchReport:
     @property
     def limit(self) -> str:
         """What limits the feed, in words that need no step."""
+        work = "decoding on one core" if self.is_decoded else "copying samples on one core"
         return {
-            Cause.DECODE: "decoding on one core",
-            Cause.LOADER: "copying samples on one core",
+            Cause.DECODE: work,
+            Cause.CPU: work,
+            Cause.LOADER: "the reading thread" if self.is_decoded else work,
             Cause.KERNEL: f"the kernel, which {'reads' if self.is_decoded else 'maps'} the file",
             Cause.AMPLIFICATION: "whole chunks decoded for single samples",
             Cause.CONVERSION: "floats in the file where 8-bit numbers would do",
@@ -188,7 +190,9 @@ def render_bench(report: BenchReport) -> str:
     """
     lines = [report.path]
     for texts in (_setup_texts(report), _measured_texts(report), _judged_texts(report)):
-        lines += [line for label, text in texts for line in _wrap(label, text)]
+        for label, text in texts:
+            # A command is to be copied, so it stays in one piece.
+            lines += [label.ljust(_INDENT) + text] if text == report.command else _wrap(label, text)
         lines.append("")
     return "\n".join(lines[:-1])
 
@@ -214,15 +218,15 @@ def _setup_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
     )
     for number, line in enumerate(report.engines):
         yield "" if number else "engine", line
-    share = report.cached_share
+    share = report.first_pass.cached_share
     yield "page cache", "unknown share before" if share is None else f"about {percent(share)} in memory before"
 
 
 def _measured_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
     feed, usage, bound = report.feed, report.usage, report.copy_bytes_per_second
     yield "first pass", _first_text(report)
-    where = {True: "from memory", False: "still the first pass, from storage", None: "perhaps from storage"}
-    yield "rate", f"{_rate_text(feed)}, measured for {duration(feed.seconds)}, {where[feed.is_from_memory]}"
+    part = "" if report.first_pass.is_complete else "still the first pass, "
+    yield "rate", f"{_rate_text(feed)}, measured for {duration(feed.seconds)}, {part}{_place(feed.cached_share)}"
     yield "batch", f"{duration(feed.batch_seconds)} each, {feed.num_batches:,} of them"
     if usage is not None:
         names = {
@@ -248,6 +252,12 @@ def _rate_text(rate: FeedRate) -> str:
     return f"{rate.samples_per_second:,.0f} samples/s, {bytes_text(rate.bytes_per_second)}/s"
 
 
+def _place(share: float | None) -> str:
+    if share is None:
+        return "perhaps from storage"
+    return "from memory" if share >= CACHED_SHARE else f"{percent(share)} of the file in memory"
+
+
 def _first_text(report: BenchReport) -> str:
     first, usage = report.first_pass, report.first_usage
     parts = [
@@ -257,8 +267,8 @@ def _first_text(report: BenchReport) -> str:
     ]
     if not first.is_complete:
         parts[1] += f" for {percent(first.num_samples / report.num_samples)} of the samples"
-    if first.is_from_memory is False:
-        parts.append("cold" if (report.cached_share or 0.0) < _COLD_SHARE else "partly cold")
+    if first.cached_share is not None and first.cached_share < CACHED_SHARE:
+        parts.append("cold" if first.cached_share < _COLD_SHARE else "partly cold")
         if usage is not None and (share := usage.share(usage.asleep_seconds)) is not None:
             parts.append(f"the reading thread was asleep {percent(share)} of the time")
     return ", ".join(parts)
@@ -268,8 +278,8 @@ def _judged_texts(report: BenchReport) -> Iterator[tuple[str, str]]:
     verdict, usage, cures = report.verdict, report.usage, report.cures
     yield "limited by", "; ".join([report.limit, *verdict.figures])
     helps = [f"{cure}: {cure.action}" for cure in cures]
-    if report.command is not None and not any(report.command in text for text in helps):
-        helps.append(report.command)
+    if report.command is not None:
+        helps = [text.replace(f"{report.command} once", "run this command once") for text in helps] + [report.command]
     for number, text in enumerate(helps or ["nothing that is known"]):
         yield "" if number else "would help", text
     for note in verdict.notes:

@@ -92,7 +92,7 @@ def _item_bytes(dtype: str | None) -> int:
 
 def _direct(counters: EpochCounters, model: LoadModel) -> Cure | None:
     """Our reader finds single samples inside chunks, where no filter is in the way."""
-    files = counters.loader.files
+    files = [one for one in counters.loader.files if one.key is not None]
     return _own_feed(counters, model) if files and not any(one.filters for one in files) else None
 
 
@@ -109,7 +109,7 @@ def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
     loader = counters.loader
     if loader.is_own:
         return None
-    file = next((one for one in loader.files), None)
+    file = next((one for one in loader.files if one.key is not None), None)
     action = (
         "H5DataModule, which copies samples straight from the file (other formats: gpufeed pack SOURCE OUT.h5 once)"
     )

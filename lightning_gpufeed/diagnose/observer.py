@@ -122,6 +122,7 @@ class Observer:
         self.steps.reset()
         if not is_short:
             self._watched_steps = 0
+            self._device_watch.reset()
             for watch in self._watches:
                 watch.reset()
         self._pressure.begin()

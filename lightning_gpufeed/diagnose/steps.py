@@ -30,6 +30,9 @@ _MOST_PENDING = 256
 """Steps whose marks may be outstanding; a device that is further behind is not timed for a while."""
 
 
+_Stretch = tuple[str, float, float]
+
+
 @dataclass
 class _Step:
     """One step in the making. Times of the host, in seconds of `time.perf_counter`."""
@@ -40,11 +43,12 @@ class _Step:
     copy_begin: float = 0.0
     copy: float = 0.0
     compute_begin: float = 0.0
+    is_computing: bool = False
+    is_computed: bool = False
     compute: float = 0.0
     cpu_begin: float = 0.0
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    spans: list[_Stretch] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
-    waits_inside: float = 0.0
 
 
 class StepTimer:
@@ -74,26 +78,27 @@ class StepTimer:
     def reset(self) -> None:
         """Begin a new epoch."""
         self._step: _Step | None = None
-        self._wait_begin = self._sync_begin = 0.0
+        self._wait_begin: float | None = None
+        self._sync_begin: float | None = None
         self._end: float | None = None
         self._sync = 0.0
-        self._sync_span: tuple[str, float, float] | None = None
+        self._sync_span: _Stretch | None = None
         self.num_steps = 0
         self._elapsed = self._wait = self._copy = self._compute = self._cpu = self._hooks = self._syncs = 0.0
         self._timed = 0
         self._idle_gaps = 0
         self._device_copy = self._device_compute = self._device_idle = 0.0
-        self._pending: deque[tuple[int, list[Any], bool]] = deque()
+        self._pending: deque[tuple[int, list[Any], bool, float]] = deque()
         self._last_mark: Any = None
+        self._last_end = 0.0
         self._is_adjoining = False
-        self._anchor: tuple[Any, float] | None = None
-        self._host_spans: deque[tuple[int, list[tuple[str, float, float]]]] = deque(maxlen=_TIMELINE_STEPS)
-        self._device_spans: deque[tuple[int, list[tuple[str, float, float]]]] = deque(maxlen=_TIMELINE_STEPS)
+        self._host_spans: deque[tuple[int, list[_Stretch]]] = deque(maxlen=_MOST_PENDING + _TIMELINE_STEPS)
+        self._device_spans: deque[tuple[int, list[_Stretch]]] = deque(maxlen=_TIMELINE_STEPS)
 
     @property
     def is_computing(self) -> bool:
         """Whether forward, backward and update have begun and the step is not over."""
-        return self._step is not None and self._step.compute_begin > 0
+        return self._step is not None and self._step.is_computing
 
     # What happens, in the order in which it does ---------------------------------------------------------
 
@@ -103,9 +108,12 @@ class StepTimer:
 
     def end_sync(self) -> None:
         """They have answered."""
+        if self._sync_begin is None:
+            return
         now = time.perf_counter()
         self._sync += now - self._sync_begin
         self._sync_span = ("sync", self._sync_begin, now)
+        self._sync_begin = None
 
     def begin_wait(self) -> None:
         """The loader is asked for a batch."""
@@ -117,35 +125,40 @@ class StepTimer:
         Args:
             is_start: Whether it was the wait for an epoch to get under way, which counts for no step.
         """
+        begin, self._wait_begin = self._wait_begin, None
+        if begin is None:
+            return
         now = time.perf_counter()
-        seconds = now - self._wait_begin
+        seconds = now - begin
         step = self._step
-        if step is not None and step.compute_begin:  # a step that fetches its batches by itself
+        if step is not None and step.is_computing:  # a step that fetches its batches by itself
             step.wait += seconds
-            step.waits_inside += seconds
+            step.compute += begin - step.compute_begin
+            step.spans.append(("compute", step.compute_begin, begin))
+            step.compute_begin = now
         else:
             # The time since the last step's end belongs to hooks; what came before the first step belongs to none.
-            step = self._step = _Step(self._wait_begin - self._sync if self._end is None else self._end)
+            step = self._step = _Step(begin - self._sync if self._end is None else self._end)
             step.wait, step.sync = seconds, self._sync
             if is_start:
                 step.begun, step.wait, step.sync = now, 0.0, 0.0
             step.copy_begin = now
             if self._sync_span is not None:
                 step.spans.append(self._sync_span)
-        step.spans.append(("wait", self._wait_begin, now))
+        step.spans.append(("wait", begin, now))
         self._sync, self._sync_span = 0.0, None
 
     def begin_copy(self) -> None:
         """The batch is about to be moved to the device."""
         step = self._step
-        if step is not None and not step.compute_begin:
+        if step is not None and not (step.is_computing or step.is_computed):
             step.copy_begin = time.perf_counter()
             self._mark(step)
 
     def end_copy(self) -> None:
         """The move was asked for; on the CPU it is done."""
         step = self._step
-        if step is not None and not step.compute_begin:
+        if step is not None and not (step.is_computing or step.is_computed):
             now = time.perf_counter()
             step.copy = now - step.copy_begin
             step.spans.append(("copy", step.copy_begin, now))
@@ -155,21 +168,23 @@ class StepTimer:
         """Forward, backward and update begin."""
         step = self._step
         if step is None:  # a step that fetches its batches by itself
-            step = self._step = _Step(time.perf_counter() if self._end is None else self._end)
+            now = time.perf_counter()
+            step = self._step = _Step(now if self._end is None else self._end, copy_begin=now)
         if self._marks.is_cuda and not step.marks:  # a batch that was not moved: it was there already
             self._mark(step)
             self._mark(step)
-        step.compute_begin = time.perf_counter()
+        step.compute_begin, step.is_computing = time.perf_counter(), True
         if self._has_ranks:
             step.cpu_begin = time.thread_time()
 
     def end_compute(self) -> None:
         """All work of the step was given to the device; on the CPU it is done."""
         step = self._step
-        if step is None or not step.compute_begin:
+        if step is None or not step.is_computing:
             return
         now = time.perf_counter()
-        step.compute = now - step.compute_begin - step.waits_inside
+        step.is_computing, step.is_computed = False, True
+        step.compute += now - step.compute_begin
         step.spans.append(("compute", step.compute_begin, now))
         if self._has_ranks:
             self._cpu += time.thread_time() - step.cpu_begin
@@ -178,7 +193,7 @@ class StepTimer:
     def end_step(self) -> None:
         """Callbacks have run; what follows until the next request for a batch still belongs to this step's hooks."""
         step, self._step = self._step, None
-        if step is None or not step.compute_begin:
+        if step is None or not step.is_computed:
             return
         now = time.perf_counter()
         number, self.num_steps = self.num_steps, self.num_steps + 1
@@ -199,7 +214,7 @@ class StepTimer:
     def pause(self) -> None:
         """Something else begins: validation, the end of an epoch. It counts as no part of any step."""
         self._step = None
-        self._end = None
+        self._end = self._wait_begin = self._sync_begin = None
         self._sync, self._sync_span = 0.0, None
         self._is_adjoining = False
 
@@ -212,11 +227,8 @@ class StepTimer:
     def _keep(self, number: int, step: _Step) -> None:
         """Note a step's marks, and read those that the device has reached."""
         if len(step.marks) == 3:
-            self._pending.append((number, step.marks, self._is_adjoining))
+            self._pending.append((number, step.marks, self._is_adjoining, step.copy_begin))
             self._is_adjoining = True
-            if self._anchor is None:
-                # Before the first step the device has nothing to do, so this mark is reached when it is recorded.
-                self._anchor = (step.marks[0], step.copy_begin)
         else:
             self._is_adjoining = False
         self._collect()
@@ -224,25 +236,22 @@ class StepTimer:
     def _collect(self) -> None:
         """Add up the steps that the device has finished by now."""
         while self._pending and self._marks.is_reached(self._pending[0][1][2]):
-            number, (begin, copied, end), is_adjoining = self._pending.popleft()
+            number, (begin, copied, end), is_adjoining, given = self._pending.popleft()
             self._timed += 1
             self._device_copy += self._marks.seconds(begin, copied)
             self._device_compute += self._marks.seconds(copied, end)
             if is_adjoining and self._last_mark is not None:
                 self._device_idle += max(0.0, self._marks.seconds(self._last_mark, begin))
                 self._idle_gaps += 1
-            self._device_spans.append((number, self._spans_of(begin, copied, end)))
-            anchor = self._anchor[0] if self._anchor is not None else None
-            spare = [mark for mark in (self._last_mark, begin, copied) if mark is not None and mark is not anchor]
-            self._marks.recycle(*spare)
-            self._last_mark = end
-
-    def _spans_of(self, begin: Any, copied: Any, end: Any) -> list[tuple[str, float, float]]:
-        """A step on the device, in the host's time."""
-        assert self._anchor is not None
-        mark, zero = self._anchor
-        times = [zero + self._marks.seconds(mark, one) for one in (begin, copied, end)]
-        return [("copy", times[0], times[1]), ("compute", times[1], times[2])]
+            # In the host's time: as long after the step before as the device's clock says, but no work begins before
+            # it was given.
+            after = given if self._last_mark is None else self._last_end + self._marks.seconds(self._last_mark, begin)
+            zero = max(after, given)
+            middle = zero + self._marks.seconds(begin, copied)
+            last = middle + self._marks.seconds(copied, end)
+            self._device_spans.append((number, [("copy", zero, middle), ("compute", middle, last)]))
+            self._marks.recycle(begin, copied, *([] if self._last_mark is None else [self._last_mark]))
+            self._last_mark, self._last_end = end, last
 
     # Results ---------------------------------------------------------------------------------------------
 
@@ -272,12 +281,15 @@ class StepTimer:
         )
 
     def timeline(self) -> tuple[Span, ...]:
-        """The latest few steps, stretch by stretch.
+        """The latest few steps, stretch by stretch; on a CUDA device the latest ones that it has finished.
 
         Returns:
             In seconds from the beginning of the first of them; "device" spans on a CUDA device only.
         """
-        lanes = [("host", self._host_spans), ("device", self._device_spans)]
+        self._collect()
+        numbers = {number for number, _ in self._device_spans or list(self._host_spans)[-_TIMELINE_STEPS:]}
+        host = [one for one in self._host_spans if one[0] in numbers]
+        lanes = [("host", host), ("device", list(self._device_spans))]
         zero = min((spans[0][1] for _, kept in lanes for _, spans in kept if spans), default=0.0)
         return tuple(
             Span(lane, phase, begin - zero, end - zero, number)
