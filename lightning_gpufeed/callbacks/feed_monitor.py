@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_load
 from lightning_gpufeed.callbacks.trainer_watch import TrainerWatch, training_loader
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
-from lightning_gpufeed.diagnose.figures import line, metrics_of
+from lightning_gpufeed.diagnose.figures import line
+from lightning_gpufeed.diagnose.machine import allowed_cores
 from lightning_gpufeed.diagnose.observer import Observer, Readers
 from lightning_gpufeed.diagnose.page import write_page
 from lightning_gpufeed.diagnose.records import EpochRecord
+from lightning_gpufeed.diagnose.shares import metrics_of
 from lightning_gpufeed.diagnose.table import print_table
 from lightning_gpufeed.diagnose.verdict import BOUND_SHARE, judge, worst_rank
 
@@ -135,12 +138,14 @@ class FeedMonitor(Callback):
         self._forget_run()
         self._trainer = trainer
         self._vote = HostVote()
+        cores = (platform.node(), allowed_cores())
         self._observer = Observer(
             trainer.strategy.root_device,
             self._find_readers,
             rank=self._vote.rank,
             num_ranks=self._vote.num_ranks,
             interval_seconds=self._interval_seconds,
+            num_sharing=self._vote.collect(cores).count(cores),
         )
         self._watch = TrainerWatch(trainer, pl_module, self._observer)
         self._is_early_due = self._first_seconds is not None

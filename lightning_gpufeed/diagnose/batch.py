@@ -13,8 +13,11 @@ __all__ = ["describe_batch"]
 
 _NUM_LOOKED_AT = 16384
 _FEWEST_LOOKED_AT = 256
-_MOST_DIFFERENT = 1024
-"""Different values of 8-bit numbers after a conversion, with a factor and an offset for each of four channels."""
+_STRETCH = 256
+_MOST_DIFFERENT = 1023
+"""Different values of 8-bit numbers after a conversion, with a factor and an offset for each of three or four channels.
+Numbers of ten bits have one more."""
+_MOST_DIFFERENT_HALF = 256
 
 
 def describe_batch(batch: Any) -> BatchFacts:
@@ -52,7 +55,7 @@ def describe_batch(batch: Any) -> BatchFacts:
 def is_widened(tensor: torch.Tensor) -> bool:
     """Whether floats take so few values that bytes could carry them.
 
-    Looked at is one stretch of memory, so one channel of an image in most layouts.
+    Looked at are stretches of memory, spread evenly.
 
     Args:
         tensor: Any.
@@ -62,13 +65,20 @@ def is_widened(tensor: torch.Tensor) -> bool:
     """
     if not tensor.is_floating_point() or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
-    if tensor.element_size() < 2 or tensor.numel() < _FEWEST_LOOKED_AT or not tensor.is_contiguous():
+    # Half precision has so few values that nobody can tell; brain floats have 128 from one power of two to the next.
+    if tensor.element_size() < 2 or tensor.dtype is torch.bfloat16 or tensor.numel() < _FEWEST_LOOKED_AT:
         return False
-    values = tensor.detach().reshape(-1)
-    middle = max(0, (len(values) - _NUM_LOOKED_AT) // 2)
-    values = values[middle : middle + _NUM_LOOKED_AT]
-    num_different = len(torch.unique(values))
-    return num_different <= min(_MOST_DIFFERENT, len(values) // 8)
+    order = sorted(range(tensor.ndim), key=lambda axis: tensor.stride(axis), reverse=True)
+    dense = tensor.detach().permute(order)
+    if not dense.is_contiguous():
+        return False
+    values = dense.reshape(-1)
+    if len(values) > _NUM_LOOKED_AT:
+        # Stretches all over it: the border of an image, or the seam of two, may be empty.
+        starts = torch.linspace(0, len(values) - _STRETCH, _NUM_LOOKED_AT // _STRETCH, device="cpu").long()
+        values = values[(starts[:, None] + torch.arange(_STRETCH, device="cpu")).reshape(-1)]
+    most = _MOST_DIFFERENT if tensor.element_size() > 2 else _MOST_DIFFERENT_HALF
+    return len(torch.unique(values)) <= min(most, len(values) // 8)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

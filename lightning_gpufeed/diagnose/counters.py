@@ -64,6 +64,21 @@ class Usage:
         """What was added since `other`, never less than nothing."""
         return self._combined(other, -1)
 
+    def scaled(self, factor: float) -> Self:
+        """As if there had been more of them, doing the same.
+
+        Args:
+            factor: How many times as many.
+
+        Returns:
+            Every figure times that.
+        """
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        scaled: dict[str, Any] = {
+            name: None if value is None else type(value)(value * factor) for name, value in values.items()
+        }
+        return type(self)(**scaled)
+
     def _combined(self, other: Self, sign: int) -> Self:
         values: dict[str, Any] = {}
         for one in fields(self):
@@ -103,6 +118,8 @@ class StepTotals:
         num_steps: Steps counted.
         elapsed_seconds: Their time by the wall clock, validation apart.
         wait_seconds: The training loop was blocked because the loader had no batch ready.
+        receive_seconds: Part of `wait_seconds` in which the training thread was on a core: taking over what workers
+            have made, or loading itself where there are none. None if unknown.
         copy_seconds: Moving batches to the device: on a CUDA device its own time, else the host's.
         compute_seconds: Forward, backward and update: on a CUDA device its own time, else the host's.
         idle_seconds: The device had nothing to do; None where the host computes itself.
@@ -116,6 +133,7 @@ class StepTotals:
     num_steps: int = 0
     elapsed_seconds: float = 0.0
     wait_seconds: float = 0.0
+    receive_seconds: float | None = None
     copy_seconds: float = 0.0
     compute_seconds: float = 0.0
     idle_seconds: float | None = None

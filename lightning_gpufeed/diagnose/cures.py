@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable
 
-import numpy as np
-
-from lightning_gpufeed.diagnose import figures
+from lightning_gpufeed.diagnose import shares
 from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
 from lightning_gpufeed.diagnose.judgement import Cause, Cure
 from lightning_gpufeed.diagnose.load_model import LoadModel, LoadParts
+from lightning_gpufeed.diagnose.records import printable
 
 __all__ = ["cures_for"]
 
@@ -48,11 +48,15 @@ def _chunk_order(counters: EpochCounters, model: LoadModel) -> Cure | None:
     ratio = _amplification(counters)
     if ratio is None:
         return None
-    loader = counters.loader
-    slow = next((one for one in loader.files if one.chunk_samples > 1), None)
+    files = [one for one in counters.loader.files if one.key is not None and not one.is_direct]
+    slow = next((one for one in files if one.chunk_samples > 1), None)
+    if files and slow is None:
+        return _smaller_samples(files[0], ratio, model)
+    if counters.loader.is_own and (slow is None or slow.order != "full") and not (slow and slow.command):
+        return None
     action = _repack_action(counters, slow)
     if model.parts is None:
-        return model.cure("chunk order", action, 1 / ratio, least=1 / ratio, most=1.0)
+        return model.cure("chunk order", action, 1 / ratio, least=0.0, most=1.0)
     parts, kept = model.parts, 1 / ratio
     # At least what copying those bytes costs goes; at most all that a reader does but convert and hand over.
     surely = dataclasses.replace(parts, read=parts.read * kept, asleep=parts.asleep * kept)
@@ -62,9 +66,18 @@ def _chunk_order(counters: EpochCounters, model: LoadModel) -> Cure | None:
     return model.cure("chunk order", action, lefts[0], least=lefts[1], most=lefts[2])
 
 
+def _smaller_samples(file: FileFacts, ratio: float, model: LoadModel) -> Cure:
+    """Samples are read one by one, and only a part of each is used."""
+    command = f"gpufeed pack {shlex.quote(file.path)} OUT.h5 --crop HEIGHTxWIDTH"
+    action = (
+        f"store samples in the size that is delivered (for images `{command}`, or --resize): a part of each is used"
+    )
+    return model.cure("smaller samples", action, 0.5 + 0.5 / ratio, least=1 / ratio, most=1.0)
+
+
 def _amplification(counters: EpochCounters) -> float | None:
     """Bytes read per byte delivered, by the counters, or by the layout."""
-    ratio = figures.amplification(counters)
+    ratio = shares.amplification(counters)
     if ratio is not None and ratio > 1.5:
         return ratio
     return max((float(one.chunk_samples) for one in counters.loader.files if one.chunk_samples > 1), default=None)
@@ -74,20 +87,15 @@ def _repack_action(counters: EpochCounters, slow: FileFacts | None) -> str:
     command = slow.command if slow is not None else None
     if counters.loader.is_own:
         text = "shuffle='window' in the DataModule, which reads each chunk once"
-        return f"{command} once, and train on OUT.h5; or {text}" if command else text
-    command = command or f"gpufeed pack {slow.path if slow else 'FILE.h5'} OUT.h5"
+        return f"`{command}` once, and train on OUT.h5; or {text}" if command else text
+    command = command or f"gpufeed pack {shlex.quote(slow.path) if slow else 'FILE.h5'} OUT.h5"
     if slow is None or slow.chunk_shape is None:
-        return f"read whole chunks in a row, or write a file with one sample per chunk: {command}"
+        return f"read whole chunks in a row, or write a file with one sample per chunk: `{command}`"
     # As packed by default, several samples still share a chunk, which only this package's own reader does not mind.
-    sample_bytes = math.prod(slow.chunk_shape) // slow.chunk_samples * _item_bytes(slow.dtype)
-    return f"{command} --chunk-bytes {sample_bytes} once, and read OUT.h5: one sample per chunk"
-
-
-def _item_bytes(dtype: str | None) -> int:
-    try:
-        return np.dtype(dtype).itemsize if dtype else 1
-    except TypeError:
-        return 1
+    # Images are packed as bytes, unless it says otherwise.
+    width = (shares.item_bytes(slow.dtype) or 1) if "--keep-dtype" in command else 1
+    sample_bytes = math.prod(slow.chunk_shape) // slow.chunk_samples * width
+    return f"`{command} --chunk-bytes {sample_bytes}` once, and read OUT.h5: one sample per chunk"
 
 
 def _direct(counters: EpochCounters, model: LoadModel) -> Cure | None:
@@ -107,15 +115,16 @@ def _window(counters: EpochCounters, model: LoadModel) -> Cure | None:
 def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
     """Samples copied straight from the mapped file into the batch: no HDF5 call, no handing over, no collating."""
     loader = counters.loader
-    if loader.is_own:
+    if loader.is_own or not counters.batch.num_bytes:
         return None
     file = next((one for one in loader.files if one.key is not None), None)
     action = (
-        "H5DataModule, which copies samples straight from the file (other formats: gpufeed pack SOURCE OUT.h5 once)"
+        "H5DataModule, which copies samples straight from the file (other formats: `gpufeed pack SOURCE OUT.h5` once)"
     )
     if file is not None:
         is_direct = not file.filters or file.command is None
-        action = f"H5DataModule on {file.path}" if is_direct else f"{file.command} once, then H5DataModule on OUT.h5"
+        path = printable(file.path)
+        action = f"H5DataModule on {path}" if is_direct else f"`{file.command}` once, then H5DataModule on OUT.h5"
     costs, parts = counters.machine.costs, model.parts
     if costs is None or parts is None:
         return model.cure("H5DataModule", action, 0.5, least=0.0, most=1.0, becomes_ahead=True)
@@ -132,7 +141,7 @@ def _repack(counters: EpochCounters, model: LoadModel) -> Cure | None:
     slow = next((one for one in counters.loader.files if not one.is_direct and one.command), None)
     if not counters.loader.is_own or slow is None:
         return None
-    action, costs = f"{slow.command} once, and train on OUT.h5", counters.machine.costs
+    action, costs = f"`{slow.command}` once, and train on OUT.h5", counters.machine.costs
     if costs is None:
         return model.cure("packed file", action, 0.5, least=0.0, most=1.0)
     left = min(1.0, counters.batch.compact_bytes * costs.read_seconds / model.load)
@@ -165,14 +174,16 @@ def _uint8(counters: EpochCounters, model: LoadModel) -> Cure | None:
         command = next((one.command for one in counters.loader.files if one.command), None)
         if command is None:
             return None
-        action = f"{command} once, and train on OUT.h5: bytes in the file, floats on the device"
+        action = f"`{command}` once, and train on OUT.h5: bytes in the file, floats on the device"
     if parts is None:
-        return model.cure("uint8 on the host", action, share, least=share, most=1.0)
+        return model.cure("uint8 on the host", action, share, least=0.0, most=1.0)
     surely = dataclasses.replace(parts, convert=0.0, ship=parts.ship * share)
     # Collating touches every byte once more, and so do the page faults of fresh memory: both shrink with the bytes.
     likely = dataclasses.replace(surely, other=parts.other * share)
     middle = dataclasses.replace(surely, other=parts.other * (1 + share) / 2)
     lefts = [model.share_left(one) for one in (middle, likely, surely)]
+    if counters.machine.costs is None:  # converting may be all that they do
+        lefts[1] = 0.0
     return model.cure("uint8 on the host", action, lefts[0], least=lefts[1], most=lefts[2])
 
 
@@ -186,49 +197,46 @@ def _device_transform(counters: EpochCounters, model: LoadModel) -> Cure | None:
     if counters.loader.is_own:
         return None
     if parts is None:
-        return model.cure("transform on the device", action, 0.5, least=0.1, most=1.0)
+        return model.cure("transform on the device", action, 0.5, least=0.0, most=1.0)
     # What is handed over then is what was read, which may be fewer bytes.
-    read_share = min(
-        1.0, max(counters.read_ratio or 1.0, counters.batch.compact_bytes / counters.batch.num_bytes, 0.125)
-    )
-    plain = LoadParts(parts.read, 0.0, parts.ship * read_share, 0.0, parts.asleep)
+    batch = counters.batch
+    known = max(counters.read_ratio or 1.0, batch.compact_bytes / max(1, batch.num_bytes), 0.125)
+    plain = LoadParts(parts.read, 0.0, parts.ship * min(1.0, known), 0.0, parts.asleep)
     likely = model.share_left(dataclasses.replace(plain, other=0.1 * parts.other))
-    least = model.share_left(plain)
-    most = model.share_left(dataclasses.replace(plain, other=0.5 * parts.other))
-    return model.cure("transform on the device", action, likely, least=least, most=most)
+    # How much of it is decoding, which has to be done before a device can do the rest, cannot be seen.
+    return model.cure("transform on the device", action, likely, least=model.share_left(plain), most=1.0)
 
 
 # Workers -------------------------------------------------------------------------------------------------
 
 
 def _more_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
-    loader, cores = counters.loader, math.floor(counters.machine.num_cores)
-    if loader.is_own or loader.has_thread:
+    loader, cores = counters.loader, max(1, math.floor(counters.machine.num_cores))
+    if loader.is_own:
         return None
-    wanted = max(1, cores - 1) if not loader.num_workers and cores < 4 else max(1, cores)
+    wanted = cores
+    if model.parts is not None:  # as many as keep up, and a few more
+        wanted = min(cores, max(loader.num_workers + 1, math.ceil(1.3 * model.parts.total / model.rest)))
     if wanted <= loader.num_workers:
         return None
-    left, least, most = model.left_with(wanted)
     action = f"DataLoader(num_workers={wanted}, persistent_workers=True)"
-    return model.cure(f"{wanted} worker{'s' * (wanted > 1)}", action, left, least=least, most=most, becomes_ahead=True)
+    return model.cure_by_workers(f"{wanted} worker{'s' * (wanted > 1)}", action, wanted)
 
 
 def _more_sleepers(counters: EpochCounters, model: LoadModel) -> Cure | None:
     """Readers that sleep most of the time need no core of their own."""
-    loader = counters.loader
-    if loader.is_own or loader.has_thread:
+    if counters.loader.is_own:
         return None
-    wanted = 2 * max(1, loader.num_workers)
-    left, least, most = model.left_with(wanted)
+    wanted = 2 * max(1, counters.loader.num_workers)
     action = f"DataLoader(num_workers={wanted}, persistent_workers=True): more requests to storage at the same time"
-    return model.cure(f"{wanted} workers", action, left, least=least, most=most, becomes_ahead=True)
+    return model.cure_by_workers(f"{wanted} workers", action, wanted)
 
 
 def _fewer_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
     wanted = max(1, math.floor(counters.machine.num_cores))
     action = f"DataLoader(num_workers={wanted}): the same work with less memory and fewer changes of process"
     # The work stays; what goes is the changing between processes. It is worth a tenth or two at most.
-    return model.cure(f"{wanted} workers", action, 0.95, least=0.75, most=1.05)
+    return model.cure(f"{wanted} worker{'s' * (wanted > 1)}", action, 0.95, least=0.75, most=1.05)
 
 
 def _deeper_queue(counters: EpochCounters, model: LoadModel) -> Cure | None:
@@ -238,6 +246,8 @@ def _deeper_queue(counters: EpochCounters, model: LoadModel) -> Cure | None:
         return model.cure(
             "num_slots", "H5DataModule(num_slots=8)", 0.5 + 0.5 * model.rest / model.step, least=0.0, most=1.0
         )
+    if not loader.num_workers:
+        return None
     factor = 4 * (loader.prefetch_factor or 2)
     action = f"DataLoader(prefetch_factor={factor})"
     return model.cure("prefetch_factor", action, 0.5 + 0.5 * model.rest / model.step, least=0.0, most=1.0)
@@ -249,7 +259,7 @@ def _deeper_queue(counters: EpochCounters, model: LoadModel) -> Cure | None:
 def _pinned(counters: EpochCounters, model: LoadModel) -> Cure | None:
     steps, batch = counters.steps, counters.batch
     copy = steps.copy_seconds / max(1, steps.num_steps)
-    if batch.is_pinned:
+    if batch.is_pinned or counters.loader.pin_memory or counters.loader.is_own:
         return None
     action = "DataLoader(pin_memory=True), so that the copy runs at the bus's rate and the host goes on meanwhile"
     return model.cure_by_step("pin_memory", action, (0.5 * copy, 0.25 * copy, 0.75 * copy))
@@ -277,7 +287,7 @@ def _fewer_hooks(counters: EpochCounters, model: LoadModel) -> Cure | None:
 
 def _even_ranks(counters: EpochCounters, model: LoadModel) -> Cure | None:
     steps = counters.steps
-    seconds = figures.sync_share(counters, ()) * steps.step_seconds
+    seconds = shares.sync_share(counters, ()) * steps.step_seconds
     action = "gradients on the wire: accumulate_grad_batches, larger batches per rank, bf16 gradients, or a faster link"
     return model.cure_by_step("fewer synchronisations", action, (0.5 * seconds, 0.0, seconds))
 
@@ -296,8 +306,8 @@ _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.TOO_MANY_WORKERS: (_fewer_workers, _uint8, _device_transform),
     Cause.TOO_FEW_WORKERS: (_more_workers, _own_feed, _uint8, _device_transform),
     Cause.DISK: (_more_sleepers, _faster_storage, _uint8),
-    Cause.CPU: (_device_transform, _more_workers, _uint8),
-    Cause.DECODE: (_repack, _window, _uint8),
+    Cause.CPU: (_device_transform, _own_feed, _more_workers, _uint8),
+    Cause.DECODE: (_repack, _own_feed, _window, _more_workers, _uint8),
     Cause.CONVERSION: (_uint8, _own_feed, _more_workers),
     Cause.KERNEL: (_own_feed, _uint8, _more_workers),
     Cause.LOADER: (_more_workers, _own_feed, _uint8),
@@ -305,5 +315,5 @@ _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.HOST: (_fewer_hooks,),
     Cause.SYNC: (_even_ranks,),
     Cause.START: (_persistent,),
-    Cause.UNEVEN: (_deeper_queue,),
+    Cause.UNEVEN: (_more_sleepers, _deeper_queue),
 }

@@ -7,22 +7,13 @@ from collections.abc import Sequence
 from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
 from lightning_gpufeed.diagnose.judgement import Cause, Verdict
 from lightning_gpufeed.diagnose.load_model import LoadModel
+from lightning_gpufeed.diagnose.records import printable
+from lightning_gpufeed.diagnose.shares import amplification, receive_share, spare_share, start_share, sync_share
 
-__all__ = [
-    "amplification",
-    "figures_for",
-    "line",
-    "metrics_of",
-    "notes_for",
-    "percent",
-    "spare_share",
-    "start_share",
-    "sync_share",
-]
+__all__ = ["duration", "figures_for", "line", "notes_for", "percent", "readers_name"]
 
 _LOW_MEMORY_SHARE = 0.05
 _SPARE_MEMORY_SHARE = 0.5
-_FEWEST_BYTES = 64 << 10
 _IDLE_KERNELS_SHARE = 0.5
 
 
@@ -48,7 +39,7 @@ def line(counters: EpochCounters, verdict: Verdict) -> str:
     Returns:
         Without a line break.
     """
-    if not counters.steps.num_steps:
+    if not counters.steps.num_steps or counters.steps.elapsed_seconds <= 0:
         return "no step was measured."
     waits = percent(verdict.wait_share)
     if verdict.cause is Cause.COMPUTE:
@@ -64,48 +55,6 @@ def line(counters: EpochCounters, verdict: Verdict) -> str:
     if verdict.cures:
         text += f". First: {verdict.cures[0].action}"
     return ". ".join([text, *verdict.notes]) + "."
-
-
-def amplification(counters: EpochCounters) -> float | None:
-    """Bytes read for each byte delivered, counted in the type that is stored.
-
-    Args:
-        counters: Of an epoch.
-
-    Returns:
-        1 for a file read sample by sample; None if unknown, or so little that messages between processes count.
-    """
-    usage = counters.readers
-    if (
-        counters.read_ratio is None
-        or usage is None
-        or (usage.read_bytes or 0) < _FEWEST_BYTES * counters.num_watched_steps
-    ):
-        return None
-    return counters.read_ratio * counters.batch.num_bytes / max(1, counters.batch.compact_bytes)
-
-
-def sync_share(counters: EpochCounters, others: Sequence[EpochCounters]) -> float:
-    """Share of the time that ranks wait for each other, as far as it shows.
-
-    Args:
-        counters: Of one rank.
-        others: Of the others.
-
-    Returns:
-        0 for one rank. Where a device computes, waiting for other ranks is part of its work and does not show.
-    """
-    steps = counters.steps
-    if counters.num_ranks < 2 or steps.idle_seconds is not None:
-        return 0.0
-    asked = steps.sync_seconds or 0.0
-    # Reducing gradients on the host, a rank is off its core while it waits for the others.
-    off_core = max(0.0, steps.compute_seconds - (steps.compute_cpu_seconds or steps.compute_seconds))
-    queued = 0.0
-    thread = counters.training_thread
-    if thread is not None and counters.num_main_steps:
-        queued = (thread.queue_seconds or 0.0) / counters.num_main_steps * steps.num_steps
-    return steps.share(asked + max(0.0, off_core - queued))
 
 
 def figures_for(
@@ -176,9 +125,11 @@ def _reader_texts(counters: EpochCounters) -> list[str]:
     texts = [
         f"of {'their' if several else 'its'} time on a core {who} spend{'s' * (not several)} {kernel} in the kernel"
     ]
+    if (receives := receive_share(counters)) >= 0.1 and counters.loader.num_workers:
+        texts.append(f"taking over what they made takes the training {percent(receives)} of the time")
     ratio = counters.read_ratio
     if ratio is not None and ratio >= 0.05:
-        texts.append(f"{ratio:.2g} bytes are read for each byte delivered")
+        texts.append(f"{ratio:.{1 if ratio >= 0.95 else 2}f} bytes are read for each byte delivered")
     return texts
 
 
@@ -186,8 +137,9 @@ def _amplification_texts(counters: EpochCounters) -> list[str]:
     ratio = amplification(counters)
     texts = []
     if ratio is not None and ratio > 1:
-        texts.append(f"{readers_name(counters)} read {ratio:.1f} bytes for each byte delivered")
-    texts += [_layout_text(one) for one in counters.loader.files if one.chunk_samples > 1]
+        verb = "read" if counters.loader.num_workers > 1 else "reads"
+        texts.append(f"{readers_name(counters)} {verb} {ratio:.1f} bytes for each byte delivered")
+    texts += [_layout_text(one) for one in counters.loader.files if one.chunk_samples > 1 and not one.is_direct]
     usage = counters.readers
     if usage is not None and usage.busy_seconds > 0:
         texts.append(f"{percent(usage.system_seconds / usage.busy_seconds)} of the reading time is the kernel's")
@@ -200,7 +152,8 @@ def _layout_text(one: FileFacts) -> str:
     filters = f" under {', '.join(one.filters)}" if one.filters else ""
     order = f", read in order {one.order!r}" if one.order else ""
     many = f", {one.chunk_samples} samples each" if one.chunk_samples > 1 else ""
-    return f"{one.path}{key}: {f'chunks of {shape}' if shape else one.dtype}{many}{filters}{order}"
+    stored = f"chunks of {shape}" if shape else one.dtype or "stored"
+    return f"{printable(one.path)}{printable(key)}: {stored}{many}{filters}{order}"
 
 
 def _conversion_texts(counters: EpochCounters) -> list[str]:
@@ -214,8 +167,7 @@ def _conversion_texts(counters: EpochCounters) -> list[str]:
 
 def _many_texts(counters: EpochCounters) -> list[str]:
     usage, loader = counters.readers, counters.loader
-    cores = f"{counters.machine.num_cores:g}"
-    texts = [f"{loader.num_workers} workers share {cores} core(s)"]
+    texts = [f"{loader.num_workers} workers share {_cores(counters)}"]
     queue = usage.share(usage.queue_seconds) if usage is not None else None
     if queue is not None:
         texts.append(f"they wait {percent(queue)} of their time for a core")
@@ -223,15 +175,21 @@ def _many_texts(counters: EpochCounters) -> list[str]:
 
 
 def _few_texts(counters: EpochCounters) -> list[str]:
-    loader, cores = counters.loader, f"{counters.machine.num_cores:g}"
-    if not loader.num_workers:
-        return [f"batches are loaded between the steps, by the training process itself, on 1 of {cores} cores"]
+    loader, cores = counters.loader, _cores(counters)
+    if not loader.is_ahead:
+        return [f"batches are loaded between the steps, by the training process itself, on 1 of {cores}"]
     usage = counters.readers
     share = usage.share(usage.busy_seconds) if usage is not None else None
-    texts = [f"{loader.num_workers} worker(s) on {cores} cores"]
+    many = loader.num_workers
+    texts = [f"{many} worker{'s' * (many > 1)} on {cores}" if many else f"one reading thread on {cores}"]
     if share is not None:
-        texts.append(f"each is on a core {percent(share)} of the time")
+        texts.append(f"{'each' if many > 1 else 'it'} is on a core {percent(share)} of the time")
     return texts
+
+
+def _cores(counters: EpochCounters) -> str:
+    number = f"{counters.machine.num_cores:.1f}".removesuffix(".0")
+    return f"{number} core{'s' * (number != '1')}"
 
 
 def _disk_texts(counters: EpochCounters) -> list[str]:
@@ -265,21 +223,6 @@ def _host_texts(counters: EpochCounters) -> list[str]:
     return [f"the device has nothing to do {idle} of the time while the batch is there: Python, hooks, logging"]
 
 
-def start_share(counters: EpochCounters) -> float:
-    """Share of the epoch that goes by before its first batch, because workers are started anew.
-
-    Args:
-        counters: Of an epoch.
-
-    Returns:
-        0 where there are no workers, or they are kept.
-    """
-    loader, elapsed = counters.loader, counters.steps.elapsed_seconds
-    if not loader.num_workers or loader.is_persistent or elapsed <= 0:
-        return 0.0
-    return counters.start_seconds / (counters.start_seconds + elapsed)
-
-
 def _start_texts(counters: EpochCounters) -> list[str]:
     seconds, share = counters.start_seconds, percent(start_share(counters))
     workers = f"{counters.loader.num_workers} worker{'s' * (counters.loader.num_workers > 1)}"
@@ -287,24 +230,10 @@ def _start_texts(counters: EpochCounters) -> list[str]:
     return [f"starting {workers}{method} takes {duration(seconds)} of every epoch, {share} of it"]
 
 
-def spare_share(counters: EpochCounters) -> float:
-    """Share of the time that readers which are ahead have nothing to do.
-
-    Args:
-        counters: Of an epoch.
-
-    Returns:
-        0 to 1; 0 if unknown, or where batches are loaded when they are asked for.
-    """
-    usage = counters.readers
-    asleep = usage.share(usage.asleep_seconds) if usage is not None else None
-    return 0.0 if asleep is None or not counters.loader.is_ahead else asleep
-
-
 def _uneven_texts(counters: EpochCounters) -> list[str]:
-    who, verb = readers_name(counters), "have" if counters.loader.num_workers > 1 else "has"
+    who, verb = readers_name(counters), "are" if counters.loader.num_workers > 1 else "is"
     idle = percent(spare_share(counters))
-    return [f"{who} {verb} nothing to do {idle} of the time: fast enough on average, batches come unevenly"]
+    return [f"{who} {verb} asleep {idle} of the time: fast enough on average, but batches come unevenly"]
 
 
 def _compute_texts(counters: EpochCounters) -> list[str]:
@@ -336,13 +265,18 @@ def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCount
         notes.append(f"Batches come unevenly: {readers_name(counters)} could make more than twice as many")
     if counters.is_first and cause is not Cause.COMPUTE:
         cold = [one for one in counters.loader.files if one.cached_share is not None and one.cached_share < 0.9]
-        where = f", {percent(1 - (cold[0].cached_share or 0.0))} of {cold[0].path} was not in memory" if cold else ""
+        where = (
+            f", {percent(1 - (cold[0].cached_share or 0.0))} of {printable(cold[0].path)} was not in memory"
+            if cold
+            else ""
+        )
         notes.append(f"First epoch{where}: files may come from storage, the next ones may be faster")
     if others:
         shares = sorted(one.steps.wait_share for one in others)
+        low, high = percent(shares[0]), percent(shares[-1])
+        between = low if low == high else f"{low} to {high}"
         notes.append(
-            f"Rank {counters.rank} of {counters.num_ranks} waits most; the others wait {percent(shares[0])} to "
-            f"{percent(shares[-1])} for their own data"
+            f"Rank {counters.rank} of {counters.num_ranks} waits most; the others wait {between} for their own data"
         )
     return (*notes, *_device_notes(cause, counters))
 
@@ -361,34 +295,3 @@ def _device_notes(cause: Cause, counters: EpochCounters) -> list[str]:
     if cause is Cause.COMPUTE and peak < _SPARE_MEMORY_SHARE:
         notes.append(f"Tensors take {percent(peak)} of the device's memory at most: there is room for a larger batch")
     return notes
-
-
-def metrics_of(counters: EpochCounters, verdict: Verdict) -> dict[str, float]:
-    """Figures for a logger.
-
-    Args:
-        counters: Of an epoch.
-        verdict: From `judge`.
-
-    Returns:
-        Name -> value under `gpufeed/feed/`; what is unknown is left out.
-    """
-    steps, usage = counters.steps, counters.readers
-    values: dict[str, float | None] = {
-        "wait_share": verdict.wait_share,
-        "step_seconds": steps.step_seconds,
-        "copy_share": steps.share(steps.copy_seconds),
-        "compute_share": steps.share(steps.compute_seconds),
-        "idle_share": None if steps.idle_seconds is None else steps.share(steps.idle_seconds),
-        "sync_share": None if steps.sync_seconds is None else steps.share(steps.sync_seconds),
-        "hook_share": steps.share(steps.hook_seconds),
-        "reader_user_share": usage.share(usage.user_seconds) if usage else None,
-        "reader_system_share": usage.share(usage.system_seconds) if usage else None,
-        "reader_queue_share": usage.share(usage.queue_seconds) if usage else None,
-        "reader_asleep_share": usage.share(usage.asleep_seconds) if usage else None,
-        "read_ratio": counters.read_ratio,
-        "device_utilisation": counters.machine.device_utilisation,
-        "predicted_gain": verdict.cures[0].gain if verdict.cures else 1.0,
-        "free_echo_factor": verdict.free_echo_factor,
-    }
-    return {f"gpufeed/feed/{name}": float(value) for name, value in values.items() if value is not None}

@@ -21,6 +21,8 @@ from lightning_gpufeed.diagnose.judgement import Cure
 __all__ = ["LoadModel", "LoadParts", "waiting_asleep"]
 
 _MOST_GAIN = 100.0
+_MOST_QUEUE = 0.8
+"""Most of the step that the training may have waited for a core."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,26 @@ class LoadModel:
         self._main_busy = self._main_queue = 0.0
         if counters.main is not None and watched:
             self._main_busy = counters.main.busy_seconds / watched
-        thread = counters.training_thread
-        if thread is not None and watched and self._is_host and self._is_ahead:
-            # Where the readers take the cores, the training itself waits for one; that ends with them.
-            self._main_queue = min((thread.queue_seconds or 0.0) / watched, 0.8 * self.rest)
+            if not self._is_ahead and self.parts is not None:  # it loads, too
+                self._main_busy = max(0.0, self._main_busy - self.parts.busy)
+        self._main_queue = self._most_queue = (
+            self._queue_of_training(counters) if self._is_host and self._is_ahead else 0.0
+        )
+        if self._main_queue < 0:  # not known
+            is_crowded = (counters.machine.cpu_pressure is None) or counters.machine.cpu_pressure > 0.1
+            self._main_queue, self._most_queue = 0.0, _MOST_QUEUE * self.rest if is_crowded else 0.0
+
+    def _queue_of_training(self, counters: EpochCounters) -> float:
+        """How long the training waits for a core in a step: where readers take the cores, that ends with them."""
+        thread, watched = counters.training_thread, counters.num_main_steps
+        if thread is None or thread.queue_seconds is None or not watched:
+            return -1.0
+        return min(thread.queue_seconds / watched, _MOST_QUEUE * self.rest)
 
     @property
     def free_echo_factor(self) -> float:
         """R: time to load a batch over time to train on it; `BatchEcho` reads ahead, so up to this it is free."""
-        return self.load / self.rest
+        return min(_MOST_GAIN, self.load / self.rest)
 
     def cure(
         self,
@@ -119,7 +132,7 @@ class LoadModel:
         """
         is_ahead = self._is_ahead or becomes_ahead
         low = self._gain(left if most is None else most, self.rest, is_ahead)
-        high = self._gain(left if least is None else least, self.rest - self._main_queue, is_ahead)
+        high = self._gain(left if least is None else least, self.rest - self._most_queue, is_ahead)
         middle = min(max(self._gain(left, self.rest - self._main_queue / 2, is_ahead), low), high)
         return Cure(name, action, middle, low, high)
 
@@ -127,6 +140,34 @@ class LoadModel:
         load = max(0.0, left) * self.load
         after = max(rest, load) if is_ahead else rest + load
         return min(_MOST_GAIN, self.step / max(after, 1e-9))
+
+    def cure_by_workers(self, name: str, action: str, num_workers: int) -> Cure:
+        """Another number of workers.
+
+        Args:
+            name: Of the cure.
+            action: What to do.
+            num_workers: At least 1.
+
+        Returns:
+            The cure. However many there are, all that readers and training do on a core has to fit on the cores.
+        """
+        if self.parts is None:
+            middle = self.step / max(self.rest, self.load * self._num_readers / num_workers)
+            return Cure(name, action, middle, 1.0, max(middle, self.step / self.rest))
+        cores = (self.parts.busy + self._main_busy) / self._num_cores
+        load = max(self.parts.total / num_workers, cores)
+        rest = max(self.rest - self._main_queue / 2, cores)
+        gains = [
+            self.step / max(one, 1e-9)
+            for one in (
+                max(rest, load),
+                max(self.rest, 1.25 * load),
+                max(self.rest - self._most_queue, cores, 0.8 * load),
+            )
+        ]
+        gains = [min(_MOST_GAIN, gain) for gain in gains]
+        return Cure(name, action, min(max(gains[0], gains[1]), gains[2]), gains[1], gains[2])
 
     def cure_by_step(self, name: str, action: str, saved: tuple[float, float, float]) -> Cure:
         """A cure that shortens the step itself.
@@ -141,26 +182,6 @@ class LoadModel:
         """
         gains = [self.step / max(self.step - one, 0.01 * self.step) for one in saved]
         return Cure(name, action, *gains)
-
-    def left_with(self, num_workers: int) -> tuple[float, float, float]:
-        """Share of the loading time that is left with another number of workers.
-
-        Args:
-            num_workers: At least 1.
-
-        Returns:
-            As far as can be told, least, and most.
-        """
-        if self.parts is None:
-            left = self._num_readers / num_workers
-            return left, left, 1.0
-        # Cores are shared with the training where that runs on them too.
-        busy_main = self._main_busy if self._is_host else 0.0
-        by_workers = self.parts.total / num_workers
-        by_cores = (self.parts.busy + busy_main) / self._num_cores
-        after = max(by_workers, by_cores)
-        left = min(1.0, after / self.load)
-        return left, min(left, by_workers / self.load), min(1.0, max(left, 1.25 * left))
 
     def share_left(self, parts: LoadParts) -> float:
         """Share of a reader's time that is left.

@@ -18,10 +18,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Pressure", "PressureWatch", "memory_limit_bytes", "num_cores"]
+__all__ = ["Pressure", "PressureWatch", "allowed_cores", "memory_limit_bytes", "num_cores"]
 
 _SYSTEM = Path("/")
 _RESOURCES = ("cpu", "io", "memory")
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """The cores that this process may be put on.
+
+    Returns:
+        Their numbers; processes that share them have the same ones.
+    """
+    # Not on every system.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return tuple(sorted(affinity(0))) if affinity is not None else tuple(range(os.cpu_count() or 1))
 
 
 def num_cores(root: Path = _SYSTEM) -> float:
@@ -33,9 +44,7 @@ def num_cores(root: Path = _SYSTEM) -> float:
     Returns:
         More than 0; a fraction where a quota is one.
     """
-    # Not on every system.
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    count = len(allowed_cores())
     quotas = [_quota(_words(folder / "cpu.max")) for folder in _groups(root, "")]
     for folder in _groups(root, "cpu"):
         quotas.append(_quota(_words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")))

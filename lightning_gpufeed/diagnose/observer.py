@@ -67,6 +67,7 @@ class Observer:
         rank: int = 0,
         num_ranks: int = 1,
         interval_seconds: float = 1.0,
+        num_sharing: int = 1,
     ) -> None:
         """Nothing is watched yet.
 
@@ -76,15 +77,17 @@ class Observer:
             rank: Of the data-parallel ranks.
             num_ranks: How many there are.
             interval_seconds: Time between two samples of the operating system's counters.
+            num_sharing: Ranks that share the cores of this one.
         """
         self._device, self._find_readers = device, find_readers
         self._rank, self._num_ranks = rank, num_ranks
         self._interval_seconds = interval_seconds
+        self._num_sharing = num_sharing
         self.steps = StepTimer(device, num_ranks=num_ranks)
         self._readers, self._main, self._thread = UsageWatch(), UsageWatch(minus_threads=True), UsageWatch()
         self._pressure, self._device_watch = PressureWatch(), DeviceWatch(device)
         self._watches = (self._readers, self._main, self._thread)
-        self._watched_steps = 0
+        self._watched_steps = self._main_steps = 0
         self._has_stepped = self._is_first = False
         self.loader = LoaderFacts()
         self._forget()
@@ -121,7 +124,7 @@ class Observer:
         self._epoch = epoch
         self.steps.reset()
         if not is_short:
-            self._watched_steps = 0
+            self._watched_steps = self._main_steps = 0
             self._device_watch.reset()
             for watch in self._watches:
                 watch.reset()
@@ -186,13 +189,16 @@ class Observer:
 
     def sample(self) -> None:
         """Read the operating system's counters now."""
-        found = self._find_readers()
+        found, watched = self._find_readers(), self._readers.usage.wall_seconds
         self._readers.sample(found.processes, found.threads)
         self._main.sample((os.getpid(),), found.threads)
         self._thread.sample((), (threading.get_native_id(),))
         self._device_watch.sample()
         if self._latest_sample_step is not None:
-            self._watched_steps += self.steps.num_steps - self._latest_sample_step
+            num_steps = self.steps.num_steps - self._latest_sample_step
+            self._main_steps += num_steps
+            if self._readers.usage.wall_seconds > watched:  # readers of the sample before are still there
+                self._watched_steps += num_steps
         self._latest_sample_step = self.steps.num_steps
 
     def pause(self) -> None:
@@ -217,7 +223,7 @@ class Observer:
             The values. The operating system's are as of the latest sample.
         """
         is_inline = not self.loader.is_ahead
-        readers: Usage | None = self._inline if is_inline else self._readers.usage
+        readers: Usage | None = self._inline if is_inline else self._all_readers()
         watched = self._num_inline if is_inline else self._watched_steps
         if readers is None or not watched or readers.wall_seconds <= 0:
             readers = None
@@ -228,23 +234,28 @@ class Observer:
             num_ranks=self._num_ranks,
             steps=self.steps.totals(),
             readers=readers,
-            main=self._main.usage if self._watched_steps else None,
-            training_thread=self._thread.usage if self._watched_steps else None,
+            main=self._main.usage if self._main_steps else None,
+            training_thread=self._thread.usage if self._main_steps else None,
             loader=self.loader,
             batch=self._batch or BatchFacts(),
             machine=self._machine(),
             timeline=self.steps.timeline(),
             num_hidden_readers=self._readers.num_hidden,
             num_watched_steps=watched,
-            num_main_steps=self._watched_steps,
+            num_main_steps=self._main_steps,
             start_seconds=self._start_seconds,
         )
+
+    def _all_readers(self) -> Usage:
+        """What was seen, made up for readers that are hidden: they do the same work."""
+        usage, hidden, seen = self._readers.usage, self._readers.num_hidden, self._readers.num_seen
+        return usage.scaled((seen + hidden) / seen) if hidden and seen else usage
 
     def _machine(self) -> MachineFacts:
         shares = self._pressure.shares()
         free, total, peak = _device_memory(self._device)
         return MachineFacts(
-            num_cores=num_cores(),
+            num_cores=num_cores() / self._num_sharing,
             cpu_pressure=shares.cpu,
             io_pressure=shares.io,
             memory_pressure=shares.memory,

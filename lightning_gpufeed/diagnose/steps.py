@@ -40,6 +40,7 @@ class _Step:
     begun: float
     sync: float = 0.0
     wait: float = 0.0
+    received: float = 0.0
     copy_begin: float = 0.0
     copy: float = 0.0
     compute_begin: float = 0.0
@@ -79,12 +80,15 @@ class StepTimer:
         """Begin a new epoch."""
         self._step: _Step | None = None
         self._wait_begin: float | None = None
+        self._wait_cpu = 0.0
         self._sync_begin: float | None = None
         self._end: float | None = None
         self._sync = 0.0
         self._sync_span: _Stretch | None = None
         self.num_steps = 0
-        self._elapsed = self._wait = self._copy = self._compute = self._cpu = self._hooks = self._syncs = 0.0
+        self._elapsed = self._wait = self._received = self._copy = self._compute = self._cpu = self._hooks = (
+            self._syncs
+        ) = 0.0
         self._timed = 0
         self._idle_gaps = 0
         self._device_copy = self._device_compute = self._device_idle = 0.0
@@ -118,6 +122,7 @@ class StepTimer:
     def begin_wait(self) -> None:
         """The loader is asked for a batch."""
         self._wait_begin = time.perf_counter()
+        self._wait_cpu = time.thread_time()
 
     def end_wait(self, *, is_start: bool = False) -> None:
         """The batch is there.
@@ -128,20 +133,22 @@ class StepTimer:
         begin, self._wait_begin = self._wait_begin, None
         if begin is None:
             return
+        received = time.thread_time() - self._wait_cpu
         now = time.perf_counter()
         seconds = now - begin
         step = self._step
         if step is not None and step.is_computing:  # a step that fetches its batches by itself
             step.wait += seconds
+            step.received += received
             step.compute += begin - step.compute_begin
             step.spans.append(("compute", step.compute_begin, begin))
             step.compute_begin = now
         else:
             # The time since the last step's end belongs to hooks; what came before the first step belongs to none.
             step = self._step = _Step(begin - self._sync if self._end is None else self._end)
-            step.wait, step.sync = seconds, self._sync
+            step.wait, step.received, step.sync = seconds, received, self._sync
             if is_start:
-                step.begun, step.wait, step.sync = now, 0.0, 0.0
+                step.begun, step.wait, step.received, step.sync = now, 0.0, 0.0, 0.0
             step.copy_begin = now
             if self._sync_span is not None:
                 step.spans.append(self._sync_span)
@@ -200,6 +207,7 @@ class StepTimer:
         elapsed = now - step.begun
         self._elapsed += elapsed
         self._wait += step.wait
+        self._received += step.received
         self._copy += step.copy
         self._compute += step.compute
         self._syncs += step.sync
@@ -271,6 +279,7 @@ class StepTimer:
             num_steps=self.num_steps,
             elapsed_seconds=self._elapsed,
             wait_seconds=self._wait,
+            receive_seconds=min(self._wait, self._received),
             copy_seconds=copy,
             compute_seconds=compute,
             idle_seconds=idle,

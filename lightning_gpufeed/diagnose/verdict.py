@@ -8,9 +8,9 @@ The order of the questions is that of a careful engineer with top and htop::
       yes  do readers read more bytes than they deliver?                      read amplification
            are there more of them than cores, and do they queue?              too many workers
            do they sleep while the step waits for them?                       disk-bound
-           have they nothing to do half of the time?                          uneven batches
+           do they sleep although it hardly waits?                            uneven batches
            could more of them run?                                            too few workers
-           is it our own loader, and does it decode?                          decode-bound
+           do they undo compression?                                          decode-bound
            does user time go into work beyond conversion?                     transform-bound
            do they deliver floats made of 8-bit numbers?                      conversion on the host
            does the kernel do most of the work?                               kernel-bound
@@ -21,10 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_gpufeed.diagnose import cures, figures
+from lightning_gpufeed.diagnose import cures, figures, shares
 from lightning_gpufeed.diagnose.counters import EpochCounters
 from lightning_gpufeed.diagnose.judgement import Cause, Verdict
-from lightning_gpufeed.diagnose.load_model import LoadModel, waiting_asleep
+from lightning_gpufeed.diagnose.load_model import LoadModel
 
 __all__ = ["judge", "worst_rank"]
 
@@ -33,14 +33,19 @@ BOUND_SHARE = 0.05
 _COPY_SHARE = 0.15
 _SYNC_SHARE = 0.10
 _HOST_SHARE = 0.15
-_AMPLIFICATION = 2.2
+AMPLIFICATION = 2.2
 """Bytes read per byte delivered, in the stored type. Values of twice the width, delivered narrow, read 2.0."""
 _QUEUE_SHARE = 0.5
 _ASLEEP_SHARE = 0.5
-"""Of the time that the step waits."""
-_START_SHARE = 0.1
-_SPARE_SHARE = 0.5
+_SLOW_SHARE = 0.25
+_RECEIVE_SHARE = 0.5
+_PRESSURE_SHARE = 0.1
 _UNEVEN_SHARE = 0.1
+_BUSY_SHARE = 0.5
+_FULL_SHARE = 0.8
+_START_SHARE = 0.1
+_DECODE_SECONDS, _DECODE_SHARE = 3e-9, 0.3
+"""What filters take for a byte, about; the share of the work from which on it is decoding."""
 _FREE_CORES_SHARE = 0.75
 """Where readers and training take less than this of the cores, more readers find one."""
 _SATURATED_SHARE = 0.7
@@ -61,7 +66,7 @@ def judge(counters: EpochCounters, others: Sequence[EpochCounters] = ()) -> Verd
         return Verdict(Cause.COMPUTE, 0.0, notes=("no step was measured",))
     model = LoadModel(counters)
     is_bound = counters.steps.wait_share >= BOUND_SHARE
-    if figures.start_share(counters) >= max(_START_SHARE, counters.steps.wait_share) and not counters.is_first:
+    if shares.start_share(counters) >= max(_START_SHARE, counters.steps.wait_share) and not counters.is_first:
         cause = Cause.START
     else:
         cause = _cause_of_waiting(counters, model) if is_bound else _cause_inside(counters, others)
@@ -91,21 +96,22 @@ def worst_rank(ranks: Sequence[EpochCounters]) -> tuple[EpochCounters, tuple[Epo
 def _cause_inside(counters: EpochCounters, others: Sequence[EpochCounters]) -> Cause:
     """What a step does that hardly waits for data."""
     steps = counters.steps
-    shares = {
+    ratios = {
         Cause.COPY: steps.share(steps.copy_seconds) / _COPY_SHARE,
-        Cause.SYNC: figures.sync_share(counters, others) / _SYNC_SHARE,
-        Cause.HOST: _host_share(counters) / _HOST_SHARE,
+        Cause.SYNC: shares.sync_share(counters, others) / _SYNC_SHARE,
+        Cause.HOST: _host_share(counters, others) / _HOST_SHARE,
     }
-    cause = max(shares, key=lambda one: shares[one])
-    return cause if shares[cause] >= 1 else Cause.COMPUTE
+    cause = max(ratios, key=lambda one: ratios[one])
+    return cause if ratios[cause] >= 1 else Cause.COMPUTE
 
 
-def _host_share(counters: EpochCounters) -> float:
+def _host_share(counters: EpochCounters, others: Sequence[EpochCounters]) -> float:
     """Share of the time that the device has nothing to do because of the host's own code."""
     steps = counters.steps
     if steps.idle_seconds is None:
         return steps.share(steps.hook_seconds)
-    return steps.share(max(0.0, steps.idle_seconds - steps.data_seconds))
+    idle = steps.share(max(0.0, steps.idle_seconds - steps.data_seconds))
+    return max(0.0, idle - shares.sync_share(counters, others))
 
 
 def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
@@ -117,26 +123,57 @@ def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
         return Cause.TOO_FEW_WORKERS
     if usage is None or usage.wall_seconds <= 0:
         return Cause.LOADER
-    queue = usage.share(usage.queue_seconds)
-    if loader.num_workers > math.ceil(cores) and (queue is None or queue >= _QUEUE_SHARE):
+    if loader.num_workers > math.ceil(cores) and _is_crowded(counters):
         return Cause.TOO_MANY_WORKERS
-    waited = counters.steps.wait_share if loader.is_ahead else 1.0
-    if waiting_asleep(counters) >= _ASLEEP_SHARE * waited:
-        return Cause.DISK
-    if figures.spare_share(counters) >= _SPARE_SHARE:
-        return Cause.UNEVEN if counters.steps.wait_share >= _UNEVEN_SHARE else Cause.COMPUTE
-    if 0 < loader.num_workers < math.floor(cores) and _has_free_cores(counters):
+    asleep = usage.share(usage.asleep_seconds) or 0.0
+    if asleep >= _ASLEEP_SHARE:
+        return _cause_of_sleep(counters)
+    if not loader.is_own and loader.num_workers < math.floor(cores) and _has_free_cores(counters):
         return Cause.TOO_FEW_WORKERS
+    if usage.queue_seconds is None and usage.busy_seconds < _BUSY_SHARE * usage.wall_seconds:
+        return Cause.LOADER  # waiting for a core, or asleep: the kernel does not say
     return _cause_of_work(counters, model)
+
+
+def _cause_of_sleep(counters: EpochCounters) -> Cause:
+    """Readers sleep most of the time: for storage, or because their queue is full."""
+    # Readers that are too slow on average hardly ever find their queue full, and a step that is blocked this much is so
+    # because they are; taking over what they have made is another matter.
+    waits, receives = counters.steps.wait_share, shares.receive_share(counters)
+    is_slow = waits - receives >= _SLOW_SHARE or not counters.loader.is_ahead
+    usage, pressure = counters.readers, counters.machine.io_pressure
+    assert usage is not None
+    if is_slow or (pressure or 0.0) >= _PRESSURE_SHARE or usage.major_faults or usage.disk_bytes:
+        return Cause.DISK
+    if waits < _UNEVEN_SHARE:
+        return Cause.COMPUTE
+    is_handing = counters.loader.num_workers and receives >= _RECEIVE_SHARE * waits
+    return Cause.KERNEL if is_handing else Cause.UNEVEN
+
+
+def _is_crowded(counters: EpochCounters) -> bool:
+    """Whether readers keep each other from the cores."""
+    usage, loader = counters.readers, counters.loader
+    assert usage is not None
+    queue = usage.share(usage.queue_seconds)
+    if queue is not None:
+        return queue >= _QUEUE_SHARE
+    used = (usage.share(usage.busy_seconds) or 0.0) * loader.num_workers
+    return used >= _FULL_SHARE * counters.machine.num_cores
 
 
 def _cause_of_work(counters: EpochCounters, model: LoadModel) -> Cause:
     """What the readers spend their time on a core for."""
-    usage, batch, parts = counters.readers, counters.batch, model.parts
+    usage, batch, parts, loader = counters.readers, counters.batch, model.parts, counters.loader
     assert usage is not None
     is_widened = batch.widened_bytes >= _WIDENED_SHARE * batch.num_bytes > 0
-    if counters.loader.is_own and not is_widened:  # no user's code runs in it
-        return Cause.LOADER if all(one.is_direct for one in counters.loader.files) else Cause.DECODE
+    if loader.is_own:  # no user's code runs in it
+        if not all(one.is_direct for one in loader.files):
+            return Cause.DECODE
+        return Cause.CONVERSION if is_widened else Cause.LOADER
+    busy = parts.busy if parts is not None else 0.0
+    if any(one.filters for one in loader.files) and batch.compact_bytes * _DECODE_SECONDS >= _DECODE_SHARE * busy:
+        return Cause.DECODE
     # Without unit costs all of it is "other", and says nothing.
     does_more = parts is not None and counters.machine.costs is not None and parts.other > 0.6 * parts.busy
     if usage.user_seconds > usage.system_seconds and (does_more or not is_widened):
@@ -153,11 +190,11 @@ def is_amplified(counters: EpochCounters) -> bool:
     Returns:
         True if the bytes say so; of one's own loader, if the layout and the order do.
     """
-    ratio = figures.amplification(counters)
-    if ratio is not None and ratio > _AMPLIFICATION:
+    ratio = shares.amplification(counters)
+    if ratio is not None and ratio > AMPLIFICATION:
         return True
     return any(
-        one.chunk_samples > _AMPLIFICATION and not one.is_direct and one.order == "full"
+        one.chunk_samples > AMPLIFICATION and not one.is_direct and one.order == "full"
         for one in counters.loader.files
         if counters.loader.is_own
     )
@@ -169,5 +206,6 @@ def _has_free_cores(counters: EpochCounters) -> bool:
     assert usage is not None
     watched = usage.wall_seconds / loader.num_readers
     used = usage.busy_seconds + (main.busy_seconds if main is not None else 0.0)
+    # One that is on a core, or wants to be, most of the time has none to spare.
     is_saturated = usage.busy_seconds + (usage.queue_seconds or 0.0) >= _SATURATED_SHARE * usage.wall_seconds
     return is_saturated and used < _FREE_CORES_SHARE * counters.machine.num_cores * watched
