@@ -12,7 +12,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_gpufeed.callbacks.loader_facts import cached_files, describe_loader, find_readers, name_files, open_files
+from lightning_gpufeed.callbacks.loader_facts import (
+    cached_files,
+    describe_loader,
+    find_readers,
+    is_ready,
+    name_files,
+    open_files,
+)
 from lightning_gpufeed.callbacks.trainer_watch import TrainerWatch, training_loader
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
@@ -146,6 +153,7 @@ class FeedMonitor(Callback):
             num_ranks=self._vote.num_ranks,
             interval_seconds=self._interval_seconds,
             num_sharing=self._vote.collect(cores).count(cores),
+            is_ready=self._has_ready,
         )
         self._watch = TrainerWatch(trainer, pl_module, self._observer)
         self._is_early_due = self._first_seconds is not None
@@ -185,6 +193,9 @@ class FeedMonitor(Callback):
             self._readers = found
             self._paths.update(open_files(found))
         return found
+
+    def _has_ready(self) -> bool | None:
+        return is_ready(self._loader)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -7,6 +7,7 @@ name                                        what for
 ==========================================  ===============================================================
 DataLoader._iterator                        the running iteration of a loader with persistent workers
 _MultiProcessingDataLoaderIter._workers     which processes load for it
+_data_queue, _task_info, _rcvd_idx          of the same: whether a batch is ready
 CombinedLoader._iterator.iterators          the same for a loader whose workers are not kept (Lightning's)
 ==========================================  ===============================================================
 
@@ -34,7 +35,7 @@ from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.residency import cached_share
 
-__all__ = ["cached_files", "describe_loader", "find_readers", "name_files", "open_files"]
+__all__ = ["cached_files", "describe_loader", "find_readers", "is_ready", "name_files", "open_files"]
 
 _READING_THREAD = "gpufeed-reader"
 _H5_ENDINGS = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".h5ad", ".mat")
@@ -137,15 +138,46 @@ def find_readers(loader: Any) -> Readers:
     threads = [one.native_id for one in threading.enumerate() if one.name == _READING_THREAD and one.native_id]
     if not any(_whole(one, "num_workers") for one in loaders):
         return Readers((), threads)
-    # A loader's own attribute holds the iteration only if its workers are kept; Lightning has it in both cases.
-    running = [
-        _attribute(_attribute(loader, "_iterator"), "iterators") or [],
-        [_attribute(one, "_iterator") for one in loaders],
-    ]
-    workers = {worker.pid: worker for some in running for one in some for worker in _attribute(one, "_workers") or []}
+    running = _running_iterations(loader, loaders)
+    workers = {worker.pid: worker for one in running for worker in _attribute(one, "_workers") or []}
     processes = list(workers.values()) or multiprocessing.active_children()
     # A reading thread only hands on what the workers have made.
     return Readers([one.pid for one in processes if one.pid is not None and _is_running(one)], ())
+
+
+def is_ready(loader: Any) -> bool | None:
+    """Whether a loader has a batch ready: one that workers have made waits in a queue.
+
+    Args:
+        loader: As for `describe_loader`.
+
+    Returns:
+        None where that is not known. With several loaders, whether all have one.
+    """
+    answers = [_has_ready(one) for one in _running_iterations(loader, _loaders(loader))]
+    return None if not answers or None in answers else all(answers)
+
+
+def _running_iterations(loader: Any, loaders: list[Any]) -> list[Any]:
+    # A loader's own attribute holds the iteration only if its workers are kept; Lightning has it in both cases.
+    running = _attribute(_attribute(loader, "_iterator"), "iterators") or [
+        _attribute(one, "_iterator") for one in loaders
+    ]
+    own = [one for one in loaders if isinstance(one, H5Loader)]
+    return own or [one for one in running if one is not None]
+
+
+def _has_ready(running: Any) -> bool | None:
+    if isinstance(running, H5Loader):
+        return running.is_ready()
+    queue, infos, wanted = (_attribute(running, name) for name in ("_data_queue", "_task_info", "_rcvd_idx"))
+    if queue is None or infos is None:
+        return None
+    try:
+        # One that came out of turn was put aside until it is wanted.
+        return len(infos.get(wanted, ())) == 2 or queue.qsize() > 0
+    except (NotImplementedError, OSError, TypeError, AttributeError):  # not on every system, or closed
+        return None
 
 
 def _is_running(process: Any) -> bool:

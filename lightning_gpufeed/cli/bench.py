@@ -43,7 +43,7 @@ __all__ = ["bench_file"]
 
 _FASTEST_BYTES, _FASTEST_SAMPLES = 20e9, 4e6
 """Hardly a feed delivers more of them in a second."""
-_MOST_LISTED = 1 << 22
+_MOST_LISTED = 1 << 23
 _MOST_DIFFERENT = 8
 """Epochs with an order of their own; then the orders come again."""
 _NUM_COPIES, _COPY_SECONDS, _COPY_BYTES = 10, 0.004, 1 << 20
@@ -123,7 +123,7 @@ class _Bench:
             left = max(seconds - first.seconds, seconds / 2)
             if first.is_complete:
                 share, loader = self._share_after(), running.enter_context(self._long_loader(left))
-                batches = iter(loader)
+                batches = _endless(loader)
                 next(batches)  # the measured part does not pay for the start
             feed = self._take(batches, left / 2 if step_seconds else left, cached_share=share)
             counters = self._observer.counters()

@@ -120,6 +120,8 @@ class StepTotals:
         wait_seconds: The training loop was blocked because the loader had no batch ready.
         receive_seconds: Part of `wait_seconds` in which the training thread was on a core: taking over what workers
             have made, or loading itself where there are none. None if unknown.
+        ready_seconds: Part of `wait_seconds` in requests at which a batch was ready, so that only handing it over was
+            waited for. None if the loader does not say.
         copy_seconds: Moving batches to the device: on a CUDA device its own time, else the host's.
         compute_seconds: Forward, backward and update: on a CUDA device its own time, else the host's.
         idle_seconds: The device had nothing to do; None where the host computes itself.
@@ -134,6 +136,7 @@ class StepTotals:
     elapsed_seconds: float = 0.0
     wait_seconds: float = 0.0
     receive_seconds: float | None = None
+    ready_seconds: float | None = None
     copy_seconds: float = 0.0
     compute_seconds: float = 0.0
     idle_seconds: float | None = None

@@ -21,6 +21,7 @@ __all__ = ["cures_for"]
 
 _WORTH = 1.03
 """A cure that is not expected to gain this much is not named."""
+_ALIKE = math.log(1.15)
 _DEVICE_READY = "on_after_batch_transfer"
 
 
@@ -37,7 +38,10 @@ def cures_for(cause: Cause, counters: EpochCounters, model: LoadModel) -> tuple[
     """
     makers = _CURES.get(cause, ())
     found = [cure for make in makers if (cure := make(counters, model)) is not None]
-    return tuple(cure for cure in found if cure.gain >= _WORTH)
+    found = [cure for cure in found if cure.gain >= _WORTH]
+    if cause in _BY_GAIN:  # among the like the order is that of the effort
+        found.sort(key=lambda cure: -round(math.log(cure.gain) / _ALIKE))
+    return tuple(found)
 
 
 # Reading -------------------------------------------------------------------------------------------------
@@ -50,8 +54,8 @@ def _chunk_order(counters: EpochCounters, model: LoadModel) -> Cure | None:
         return None
     files = [one for one in counters.loader.files if one.key is not None and not one.is_direct]
     slow = next((one for one in files if one.chunk_samples > 1), None)
-    if files and slow is None:
-        return _smaller_samples(files[0], ratio, model)
+    if slow is None and not counters.loader.is_own:
+        return _smaller_samples(files[0] if files else None, ratio, model)
     if counters.loader.is_own and (slow is None or slow.order != "full") and not (slow and slow.command):
         return None
     action = _repack_action(counters, slow)
@@ -66,12 +70,14 @@ def _chunk_order(counters: EpochCounters, model: LoadModel) -> Cure | None:
     return model.cure("chunk order", action, lefts[0], least=lefts[1], most=lefts[2])
 
 
-def _smaller_samples(file: FileFacts, ratio: float, model: LoadModel) -> Cure:
-    """Samples are read one by one, and only a part of each is used."""
-    command = f"gpufeed pack {shlex.quote(file.path)} OUT.h5 --crop HEIGHTxWIDTH"
-    action = (
-        f"store samples in the size that is delivered (for images `{command}`, or --resize): a part of each is used"
-    )
+def _smaller_samples(file: FileFacts | None, ratio: float, model: LoadModel) -> Cure:
+    """Samples are read one by one, and only a part of what is read is used."""
+    action = "store samples in the size that is delivered, and apart from each other: a part of what is read is used"
+    if file is not None:
+        command = f"gpufeed pack {shlex.quote(file.path)} OUT.h5 --crop HEIGHTxWIDTH"
+        action = (
+            f"store samples in the size that is delivered (for images `{command}`, or --resize): a part of each is used"
+        )
     return model.cure("smaller samples", action, 0.5 + 0.5 / ratio, least=1 / ratio, most=1.0)
 
 
@@ -88,7 +94,7 @@ def _repack_action(counters: EpochCounters, slow: FileFacts | None) -> str:
     if counters.loader.is_own:
         text = "shuffle='window' in the DataModule, which reads each chunk once"
         return f"`{command}` once, and train on OUT.h5; or {text}" if command else text
-    command = command or f"gpufeed pack {shlex.quote(slow.path) if slow else 'FILE.h5'} OUT.h5"
+    command = command or f"gpufeed pack {shlex.quote(slow.path) if slow else 'FILE'} OUT.h5"
     if slow is None or slow.chunk_shape is None:
         return f"read whole chunks in a row, or write a file with one sample per chunk: `{command}`"
     # As packed by default, several samples still share a chunk, which only this package's own reader does not mind.
@@ -126,7 +132,7 @@ def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
         path = printable(file.path)
         action = f"H5DataModule on {path}" if is_direct else f"`{file.command}` once, then H5DataModule on OUT.h5"
     costs, parts = counters.machine.costs, model.parts
-    if costs is None or parts is None:
+    if costs is None or parts is None or file is None:  # it may not even be arrays
         return model.cure("H5DataModule", action, 0.5, least=0.0, most=1.0, becomes_ahead=True)
     # One thread copies what several processes did, into memory that it has used before, which takes less than half of
     # a copy into new memory; converting is left to the device. Small samples cost more per byte.
@@ -184,7 +190,9 @@ def _uint8(counters: EpochCounters, model: LoadModel) -> Cure | None:
     lefts = [model.share_left(one) for one in (middle, likely, surely)]
     if counters.machine.costs is None:  # converting may be all that they do
         lefts[1] = 0.0
-    return model.cure("uint8 on the host", action, lefts[0], least=lefts[1], most=lefts[2])
+    # For a whole batch, into memory that is there already, it takes less than for each sample.
+    moved = 0.25 * parts.convert
+    return model.cure("uint8 on the host", action, lefts[0], least=lefts[1], most=lefts[2], moved=moved)
 
 
 def _device_transform(counters: EpochCounters, model: LoadModel) -> Cure | None:
@@ -204,7 +212,8 @@ def _device_transform(counters: EpochCounters, model: LoadModel) -> Cure | None:
     plain = LoadParts(parts.read, 0.0, parts.ship * min(1.0, known), 0.0, parts.asleep)
     likely = model.share_left(dataclasses.replace(plain, other=0.1 * parts.other))
     # How much of it is decoding, which has to be done before a device can do the rest, cannot be seen.
-    return model.cure("transform on the device", action, likely, least=model.share_left(plain), most=1.0)
+    least, moved = model.share_left(plain), 0.5 * (parts.other + parts.convert)
+    return model.cure("transform on the device", action, likely, least=least, most=1.0, moved=moved)
 
 
 # Workers -------------------------------------------------------------------------------------------------
@@ -227,9 +236,28 @@ def _more_sleepers(counters: EpochCounters, model: LoadModel) -> Cure | None:
     """Readers that sleep most of the time need no core of their own."""
     if counters.loader.is_own:
         return None
-    wanted = 2 * max(1, counters.loader.num_workers)
+    now = max(1, counters.loader.num_workers)
+    wanted = 2 * now
+    if model.parts is not None:  # as many as keep up, and a few more
+        wanted = min(max(16, wanted), max(now + 1, math.ceil(1.3 * model.parts.total / model.rest)))
     action = f"DataLoader(num_workers={wanted}, persistent_workers=True): more requests to storage at the same time"
     return model.cure_by_workers(f"{wanted} workers", action, wanted)
+
+
+def _no_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    action = "DataLoader(num_workers=0): loading a batch costs less than handing it over"
+    return model.cure_without_workers("no workers", action)
+
+
+def _larger_batches(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """What is paid per batch is paid less often, if the training allows for it."""
+    size = counters.loader.batch_size
+    if size is None:
+        return None
+    action = (
+        f"DataLoader(batch_size={2 * size}), if the training allows for it: what a batch costs is paid half as often"
+    )
+    return model.cure("larger batches", action, 1 - 0.4 * model.wait / model.step, least=0.5, most=1.0)
 
 
 def _fewer_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:
@@ -305,7 +333,7 @@ _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.AMPLIFICATION: (_direct, _chunk_order, _uint8, _more_workers),
     Cause.TOO_MANY_WORKERS: (_fewer_workers, _uint8, _device_transform),
     Cause.TOO_FEW_WORKERS: (_more_workers, _own_feed, _uint8, _device_transform),
-    Cause.DISK: (_more_sleepers, _faster_storage, _uint8),
+    Cause.DISK: (_more_sleepers, _faster_storage),
     Cause.CPU: (_device_transform, _own_feed, _more_workers, _uint8),
     Cause.DECODE: (_repack, _own_feed, _window, _more_workers, _uint8),
     Cause.CONVERSION: (_uint8, _own_feed, _more_workers),
@@ -316,4 +344,6 @@ _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.SYNC: (_even_ranks,),
     Cause.START: (_persistent,),
     Cause.UNEVEN: (_more_sleepers, _deeper_queue),
+    Cause.HANDOVER: (_no_workers, _larger_batches),
 }
+_BY_GAIN = {Cause.AMPLIFICATION, Cause.CPU, Cause.DECODE, Cause.CONVERSION, Cause.KERNEL, Cause.LOADER}

@@ -8,7 +8,14 @@ from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
 from lightning_gpufeed.diagnose.judgement import Cause, Verdict
 from lightning_gpufeed.diagnose.load_model import LoadModel
 from lightning_gpufeed.diagnose.records import printable
-from lightning_gpufeed.diagnose.shares import amplification, receive_share, spare_share, start_share, sync_share
+from lightning_gpufeed.diagnose.shares import (
+    amplification,
+    host_seconds,
+    receive_share,
+    spare_share,
+    start_share,
+    sync_share,
+)
 
 __all__ = ["duration", "figures_for", "line", "notes_for", "percent", "readers_name"]
 
@@ -82,6 +89,7 @@ def figures_for(
         Cause.DISK: _disk_texts,
         Cause.START: _start_texts,
         Cause.UNEVEN: _uneven_texts,
+        Cause.HANDOVER: _handover_texts,
     }
     if cause is Cause.SYNC:
         return tuple(_sync_texts(counters, others))
@@ -196,9 +204,8 @@ def _disk_texts(counters: EpochCounters) -> list[str]:
     usage = counters.readers
     asleep = usage.share(usage.asleep_seconds) if usage is not None else None
     who, verb = readers_name(counters), "are" if counters.loader.num_workers > 1 else "is"
-    texts = [
-        f"{who} {verb} asleep {percent(asleep or 0.0)} of the time while a batch is waited for: storage or network"
-    ]
+    share = percent(asleep or 0.0)
+    texts = [f"{who} {verb} asleep {share} of the time while a batch is waited for: storage, network or a lock"]
     pressure = counters.machine.io_pressure
     if pressure is not None:
         texts.append(f"the kernel saw something wait for storage {percent(pressure)} of the time")
@@ -218,8 +225,9 @@ def _copy_texts(counters: EpochCounters) -> list[str]:
 def _host_texts(counters: EpochCounters) -> list[str]:
     steps = counters.steps
     if steps.idle_seconds is None:
-        return [f"callbacks, loggers and the progress bar take {percent(steps.share(steps.hook_seconds))} of the time"]
-    idle = percent(steps.share(max(0.0, steps.idle_seconds - steps.data_seconds)))
+        taken = percent(steps.share(steps.hook_seconds))
+        return [f"what runs between the steps takes {taken} of the time: Lightning's loop, callbacks, loggers"]
+    idle = percent(steps.share(host_seconds(counters)))
     return [f"the device has nothing to do {idle} of the time while the batch is there: Python, hooks, logging"]
 
 
@@ -236,6 +244,14 @@ def _uneven_texts(counters: EpochCounters) -> list[str]:
     return [f"{who} {verb} asleep {idle} of the time: fast enough on average, but batches come unevenly"]
 
 
+def _handover_texts(counters: EpochCounters) -> list[str]:
+    who = readers_name(counters)
+    texts = [
+        f"a batch is mostly ready when it is asked for: handing it from {who} to the training is what takes the time"
+    ]
+    return texts
+
+
 def _compute_texts(counters: EpochCounters) -> list[str]:
     steps = counters.steps
     return [f"{percent(steps.share(steps.compute_seconds))} of the step is computing"]
@@ -243,6 +259,15 @@ def _compute_texts(counters: EpochCounters) -> list[str]:
 
 def _sync_texts(counters: EpochCounters, others: Sequence[EpochCounters]) -> list[str]:
     texts = [f"ranks wait for each other {percent(sync_share(counters, others))} of the time"]
+    ranks = [one for one in (counters, *others) if one.steps.compute_cpu_seconds is not None]
+    if len(ranks) > 1:
+        longest = max(ranks, key=lambda one: one.steps.compute_cpu_seconds or 0.0)
+        shortest = min(ranks, key=lambda one: one.steps.compute_cpu_seconds or 0.0)
+        times = [(one.steps.compute_cpu_seconds or 0.0) / max(1, one.steps.num_steps) for one in (longest, shortest)]
+        if times[0] > 1.2 * times[1]:
+            texts.append(
+                f"rank {longest.rank} computes longest, {duration(times[0])} a step against {duration(times[1])}"
+            )
     asked = counters.steps.share(counters.steps.sync_seconds)
     if asked >= 0.01:
         texts.append(f"{percent(asked)} of the time goes by in Lightning's own question to all ranks before each step")

@@ -25,6 +25,7 @@ class Cause(StrEnum):
     HOST = "host-bound"
     START = "epoch start"
     UNEVEN = "uneven batches"
+    HANDOVER = "hand-over"
     LOADER = "loader-bound"
 
 

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 
 from lightning_gpufeed.diagnose.counters import EpochCounters, Usage
 from lightning_gpufeed.diagnose.judgement import Cure
+from lightning_gpufeed.diagnose.shares import ready_share
 
 __all__ = ["LoadModel", "LoadParts", "waiting_asleep"]
 
 _MOST_GAIN = 100.0
+_BEHIND_SHARE = 0.5
+_HAND_OVER_SECONDS, _MOST_HAND_OVER_SECONDS = 0.5e-3, 2e-3
+"""What a batch costs the training when it comes from another process, however small it is."""
 _MOST_QUEUE = 0.8
 """Most of the step that the training may have waited for a core."""
 
@@ -72,7 +76,7 @@ class LoadModel:
         """
         steps, loader = counters.steps, counters.loader
         self._is_ahead = loader.is_ahead
-        self._num_readers = loader.num_readers
+        self._num_readers, self._num_workers = loader.num_readers, loader.num_workers
         self._num_cores = counters.machine.num_cores
         count = max(1, steps.num_steps)
         self.step = steps.step_seconds
@@ -116,6 +120,7 @@ class LoadModel:
         least: float | None = None,
         most: float | None = None,
         becomes_ahead: bool = False,
+        moved: float = 0.0,
     ) -> Cure:
         """A cure that leaves a share of the loading time.
 
@@ -126,15 +131,17 @@ class LoadModel:
             least: Least share that could be left; None for the same.
             most: Most share that could be left; None for the same.
             becomes_ahead: Whether batches are made ahead then, whatever they are now.
+            moved: Seconds of work for a batch that the step does then; where a device computes it costs nothing.
 
         Returns:
             The cure with its gain, and the range of it.
         """
         is_ahead = self._is_ahead or becomes_ahead
-        low = self._gain(left if most is None else most, self.rest, is_ahead)
-        high = self._gain(left if least is None else least, self.rest - self._most_queue, is_ahead)
-        middle = min(max(self._gain(left, self.rest - self._main_queue / 2, is_ahead), low), high)
-        return Cure(name, action, middle, low, high)
+        moved = moved if self._is_host else 0.0
+        low = self._gain(left if most is None else most, self.rest + 1.5 * moved, is_ahead)
+        high = self._gain(left if least is None else least, self.rest - self._most_queue + 0.25 * moved, is_ahead)
+        middle = self._gain(left, self.rest - self._main_queue / 2 + moved, is_ahead)
+        return Cure(name, action, min(max(middle, low), max(high, low)), low, max(high, low))
 
     def _gain(self, left: float, rest: float, is_ahead: bool) -> float:
         load = max(0.0, left) * self.load
@@ -156,18 +163,36 @@ class LoadModel:
             middle = self.step / max(self.rest, self.load * self._num_readers / num_workers)
             return Cure(name, action, middle, 1.0, max(middle, self.step / self.rest))
         cores = (self.parts.busy + self._main_busy) / self._num_cores
+        # The first worker has its price: a batch is handed over then.
+        price, most_price = (0.0, 0.0) if self._num_workers else (_HAND_OVER_SECONDS, _MOST_HAND_OVER_SECONDS)
         load = max(self.parts.total / num_workers, cores)
-        rest = max(self.rest - self._main_queue / 2, cores)
+        rest = max(self.rest - self._main_queue / 2, cores) + price
         gains = [
             self.step / max(one, 1e-9)
             for one in (
                 max(rest, load),
-                max(self.rest, 1.25 * load),
+                max(self.rest + most_price, 1.25 * load),
                 max(self.rest - self._most_queue, cores, 0.8 * load),
             )
         ]
         gains = [min(_MOST_GAIN, gain) for gain in gains]
         return Cure(name, action, min(max(gains[0], gains[1]), gains[2]), gains[1], gains[2])
+
+    def cure_without_workers(self, name: str, action: str) -> Cure | None:
+        """No worker: the training thread loads between the steps, and nothing is handed over.
+
+        Args:
+            name: Of the cure.
+            action: What to do.
+
+        Returns:
+            None if what workers do is not known.
+        """
+        if self.parts is None:
+            return None
+        work = self.parts.busy - self.parts.ship
+        after = [self.rest + factor * work for factor in (1.0, 1.5, 0.5)]
+        return Cure(name, action, *(min(_MOST_GAIN, self.step / max(one, 1e-9)) for one in after))
 
     def cure_by_step(self, name: str, action: str, saved: tuple[float, float, float]) -> Cure:
         """A cure that shortens the step itself.
@@ -226,7 +251,10 @@ def waiting_asleep(counters: EpochCounters) -> float:
     asleep = usage.share(usage.asleep_seconds) if usage is not None else None
     if asleep is None:
         return 0.0
-    idle = 1.0 - counters.steps.wait_share if counters.loader.is_ahead else 0.0
+    # Where the step waits for batches that are not ready, they are not idle.
+    ready = ready_share(counters)
+    is_behind = ready is not None and ready < _BEHIND_SHARE
+    idle = 1.0 - counters.steps.wait_share if counters.loader.is_ahead and not is_behind else 0.0
     return max(0.0, asleep - idle)
 
 

@@ -68,6 +68,7 @@ class Observer:
         num_ranks: int = 1,
         interval_seconds: float = 1.0,
         num_sharing: int = 1,
+        is_ready: Callable[[], bool | None] = lambda: None,
     ) -> None:
         """Nothing is watched yet.
 
@@ -78,11 +79,12 @@ class Observer:
             num_ranks: How many there are.
             interval_seconds: Time between two samples of the operating system's counters.
             num_sharing: Ranks that share the cores of this one.
+            is_ready: Says whether the loader has a batch ready; None if it does not know. Called at each request.
         """
         self._device, self._find_readers = device, find_readers
         self._rank, self._num_ranks = rank, num_ranks
         self._interval_seconds = interval_seconds
-        self._num_sharing = num_sharing
+        self._num_sharing, self._is_ready = num_sharing, is_ready
         self.steps = StepTimer(device, num_ranks=num_ranks)
         self._readers, self._main, self._thread = UsageWatch(), UsageWatch(minus_threads=True), UsageWatch()
         self._pressure, self._device_watch = PressureWatch(), DeviceWatch(device)
@@ -138,7 +140,7 @@ class Observer:
         if not self.loader.is_ahead and time.perf_counter() >= self._next_inline:
             # Without workers the training thread loads: what it uses meanwhile is what loading uses.
             self._inline_before = read_thread(threading.get_native_id())
-        self.steps.begin_wait()
+        self.steps.begin_wait(is_ready=self._is_ready() if self.loader.is_ahead else None)
 
     def end_wait(self) -> None:
         """The batch is there."""

@@ -9,9 +9,21 @@ import numpy as np
 from lightning_gpufeed.diagnose.counters import EpochCounters
 from lightning_gpufeed.diagnose.judgement import Verdict
 
-__all__ = ["amplification", "item_bytes", "metrics_of", "receive_share", "spare_share", "start_share", "sync_share"]
+__all__ = [
+    "amplification",
+    "has_storage_sign",
+    "host_seconds",
+    "item_bytes",
+    "metrics_of",
+    "ready_share",
+    "receive_share",
+    "spare_share",
+    "start_share",
+    "sync_share",
+]
 
 _FEWEST_BYTES = 64 << 10
+_PRESSURE_SHARE = 0.1
 
 
 def amplification(counters: EpochCounters) -> float | None:
@@ -59,9 +71,13 @@ def sync_share(counters: EpochCounters, others: Sequence[EpochCounters]) -> floa
         others: Of the others.
 
     Returns:
-        0 for one rank. Where a device computes, waiting for other ranks inside a step is part of its work and does not
-        show.
+        Of the rank that waits for others most; 0 for one rank. Where a device computes, waiting for other ranks
+        inside a step is part of its work and does not show.
     """
+    return max(_own_sync_share(one) for one in (counters, *others))
+
+
+def _own_sync_share(counters: EpochCounters) -> float:
     steps = counters.steps
     if counters.num_ranks < 2:
         return 0.0
@@ -107,6 +123,55 @@ def receive_share(counters: EpochCounters) -> float:
     if thread is not None and counters.num_main_steps and steps.idle_seconds is None:
         queued = (thread.queue_seconds or 0.0) / counters.num_main_steps * steps.num_steps
     return min(steps.wait_share, steps.share(steps.receive_seconds + queued))
+
+
+def host_seconds(counters: EpochCounters) -> float:
+    """Time in which the device has nothing to do because of the host's own code between the steps.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        Seconds of all steps, waiting for data and for other ranks apart. Where the host computes itself, what it
+        waited for a core is taken off.
+    """
+    steps, thread = counters.steps, counters.training_thread
+    if steps.idle_seconds is not None:
+        idle = max(0.0, steps.idle_seconds - steps.data_seconds)
+        return max(0.0, idle - _own_sync_share(counters) * steps.elapsed_seconds)
+    queued = 0.0
+    if thread is not None and counters.num_main_steps:
+        queued = (thread.queue_seconds or 0.0) / counters.num_main_steps * steps.num_steps
+    return max(0.0, steps.hook_seconds - queued)
+
+
+def has_storage_sign(counters: EpochCounters) -> bool:
+    """Whether anything but sleep says that readers wait for storage.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        False does not say much: network file systems and many virtual machines leave no trace.
+    """
+    usage = counters.readers
+    pressure = counters.machine.io_pressure or 0.0
+    return pressure >= _PRESSURE_SHARE or (usage is not None and bool(usage.major_faults or usage.disk_bytes))
+
+
+def ready_share(counters: EpochCounters) -> float | None:
+    """Share of the waiting that is for batches which are ready, so for handing them over.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        0 to 1; None if the loader does not say whether a batch is ready.
+    """
+    steps = counters.steps
+    if steps.ready_seconds is None or steps.wait_seconds <= 0:
+        return None
+    return min(1.0, steps.ready_seconds / steps.wait_seconds)
 
 
 def spare_share(counters: EpochCounters) -> float:

@@ -41,6 +41,7 @@ class _Step:
     sync: float = 0.0
     wait: float = 0.0
     received: float = 0.0
+    ready: float | None = None
     copy_begin: float = 0.0
     copy: float = 0.0
     compute_begin: float = 0.0
@@ -81,6 +82,8 @@ class StepTimer:
         self._step: _Step | None = None
         self._wait_begin: float | None = None
         self._wait_cpu = 0.0
+        self._is_ready: bool | None = None
+        self._ready: float | None = None
         self._sync_begin: float | None = None
         self._end: float | None = None
         self._sync = 0.0
@@ -119,8 +122,13 @@ class StepTimer:
         self._sync_span = ("sync", self._sync_begin, now)
         self._sync_begin = None
 
-    def begin_wait(self) -> None:
-        """The loader is asked for a batch."""
+    def begin_wait(self, *, is_ready: bool | None = None) -> None:
+        """The loader is asked for a batch.
+
+        Args:
+            is_ready: Whether it has one ready; None if it does not say.
+        """
+        self._is_ready = is_ready
         self._wait_begin = time.perf_counter()
         self._wait_cpu = time.thread_time()
 
@@ -140,6 +148,8 @@ class StepTimer:
         if step is not None and step.is_computing:  # a step that fetches its batches by itself
             step.wait += seconds
             step.received += received
+            if self._is_ready is not None:
+                step.ready = (step.ready or 0.0) + seconds * self._is_ready
             step.compute += begin - step.compute_begin
             step.spans.append(("compute", step.compute_begin, begin))
             step.compute_begin = now
@@ -147,6 +157,7 @@ class StepTimer:
             # The time since the last step's end belongs to hooks; what came before the first step belongs to none.
             step = self._step = _Step(begin - self._sync if self._end is None else self._end)
             step.wait, step.received, step.sync = seconds, received, self._sync
+            step.ready = None if self._is_ready is None or is_start else seconds * self._is_ready
             if is_start:
                 step.begun, step.wait, step.received, step.sync = now, 0.0, 0.0, 0.0
             step.copy_begin = now
@@ -208,6 +219,8 @@ class StepTimer:
         self._elapsed += elapsed
         self._wait += step.wait
         self._received += step.received
+        if step.ready is not None:
+            self._ready = (self._ready or 0.0) + step.ready
         self._copy += step.copy
         self._compute += step.compute
         self._syncs += step.sync
@@ -279,6 +292,7 @@ class StepTimer:
             num_steps=self.num_steps,
             elapsed_seconds=self._elapsed,
             wait_seconds=self._wait,
+            ready_seconds=self._ready,
             receive_seconds=min(self._wait, self._received),
             copy_seconds=copy,
             compute_seconds=compute,

@@ -39,7 +39,8 @@ _QUEUE_SHARE = 0.5
 _ASLEEP_SHARE = 0.5
 _SLOW_SHARE = 0.25
 _RECEIVE_SHARE = 0.5
-_PRESSURE_SHARE = 0.1
+_READY_SHARE = 0.5
+_LARGE_BYTES = 256 << 10
 _UNEVEN_SHARE = 0.1
 _BUSY_SHARE = 0.5
 _FULL_SHARE = 0.8
@@ -50,6 +51,7 @@ _FREE_CORES_SHARE = 0.75
 """Where readers and training take less than this of the cores, more readers find one."""
 _SATURATED_SHARE = 0.7
 _WIDENED_SHARE = 0.5
+_CONVERT_SHARE = 0.2
 
 
 def judge(counters: EpochCounters, others: Sequence[EpochCounters] = ()) -> Verdict:
@@ -99,19 +101,10 @@ def _cause_inside(counters: EpochCounters, others: Sequence[EpochCounters]) -> C
     ratios = {
         Cause.COPY: steps.share(steps.copy_seconds) / _COPY_SHARE,
         Cause.SYNC: shares.sync_share(counters, others) / _SYNC_SHARE,
-        Cause.HOST: _host_share(counters, others) / _HOST_SHARE,
+        Cause.HOST: counters.steps.share(shares.host_seconds(counters)) / _HOST_SHARE,
     }
     cause = max(ratios, key=lambda one: ratios[one])
     return cause if ratios[cause] >= 1 else Cause.COMPUTE
-
-
-def _host_share(counters: EpochCounters, others: Sequence[EpochCounters]) -> float:
-    """Share of the time that the device has nothing to do because of the host's own code."""
-    steps = counters.steps
-    if steps.idle_seconds is None:
-        return steps.share(steps.hook_seconds)
-    idle = steps.share(max(0.0, steps.idle_seconds - steps.data_seconds))
-    return max(0.0, idle - shares.sync_share(counters, others))
 
 
 def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
@@ -119,14 +112,16 @@ def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
     if is_amplified(counters):
         return Cause.AMPLIFICATION
     usage, loader, cores = counters.readers, counters.loader, counters.machine.num_cores
-    if not loader.is_ahead and cores > 1:
-        return Cause.TOO_FEW_WORKERS
+    if not loader.is_ahead:
+        return _cause_between_steps(counters, model)
     if usage is None or usage.wall_seconds <= 0:
         return Cause.LOADER
     if loader.num_workers > math.ceil(cores) and _is_crowded(counters):
         return Cause.TOO_MANY_WORKERS
-    asleep = usage.share(usage.asleep_seconds) or 0.0
-    if asleep >= _ASLEEP_SHARE:
+    ready = shares.ready_share(counters)
+    if ready is not None and ready >= _READY_SHARE:
+        return _cause_of_taking(counters)
+    if (usage.share(usage.asleep_seconds) or 0.0) >= _ASLEEP_SHARE:
         return _cause_of_sleep(counters)
     if not loader.is_own and loader.num_workers < math.floor(cores) and _has_free_cores(counters):
         return Cause.TOO_FEW_WORKERS
@@ -135,15 +130,34 @@ def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
     return _cause_of_work(counters, model)
 
 
+def _cause_between_steps(counters: EpochCounters, model: LoadModel) -> Cause:
+    """Batches are loaded by the training thread, when it asks for them."""
+    usage = counters.readers
+    asleep = usage.share(usage.asleep_seconds) if usage is not None else None
+    if asleep is not None and asleep >= _ASLEEP_SHARE:
+        return Cause.DISK
+    # A worker has its price: where loading costs less than handing a batch over, it is no cure.
+    if cures.cures_for(Cause.TOO_FEW_WORKERS, counters, model):
+        return Cause.TOO_FEW_WORKERS
+    if usage is None:
+        return Cause.LOADER
+    return _cause_of_work(counters, model) if counters.steps.wait_share >= _SLOW_SHARE else Cause.COMPUTE
+
+
+def _cause_of_taking(counters: EpochCounters) -> Cause:
+    """Batches are mostly ready, and taking them takes the time."""
+    if counters.loader.num_workers:
+        return Cause.KERNEL if counters.batch.num_bytes >= _LARGE_BYTES else Cause.HANDOVER
+    return Cause.UNEVEN if counters.steps.wait_share >= _UNEVEN_SHARE else Cause.COMPUTE
+
+
 def _cause_of_sleep(counters: EpochCounters) -> Cause:
     """Readers sleep most of the time: for storage, or because their queue is full."""
     # Readers that are too slow on average hardly ever find their queue full, and a step that is blocked this much is so
     # because they are; taking over what they have made is another matter.
     waits, receives = counters.steps.wait_share, shares.receive_share(counters)
-    is_slow = waits - receives >= _SLOW_SHARE or not counters.loader.is_ahead
-    usage, pressure = counters.readers, counters.machine.io_pressure
-    assert usage is not None
-    if is_slow or (pressure or 0.0) >= _PRESSURE_SHARE or usage.major_faults or usage.disk_bytes:
+    is_slow = waits - receives >= _SLOW_SHARE or shares.ready_share(counters) is not None
+    if is_slow or shares.has_storage_sign(counters):
         return Cause.DISK
     if waits < _UNEVEN_SHARE:
         return Cause.COMPUTE
@@ -175,9 +189,12 @@ def _cause_of_work(counters: EpochCounters, model: LoadModel) -> Cause:
     if any(one.filters for one in loader.files) and batch.compact_bytes * _DECODE_SECONDS >= _DECODE_SHARE * busy:
         return Cause.DECODE
     # Without unit costs all of it is "other", and says nothing.
-    does_more = parts is not None and counters.machine.costs is not None and parts.other > 0.6 * parts.busy
+    has_costs = parts is not None and counters.machine.costs is not None
+    does_more = has_costs and parts is not None and parts.other > 0.6 * parts.busy
     if usage.user_seconds > usage.system_seconds and (does_more or not is_widened):
         return Cause.CPU
+    if has_costs and parts is not None:
+        is_widened &= parts.convert + 0.75 * parts.ship >= _CONVERT_SHARE * parts.busy
     return Cause.CONVERSION if is_widened else Cause.KERNEL
 
 
@@ -190,9 +207,10 @@ def is_amplified(counters: EpochCounters) -> bool:
     Returns:
         True if the bytes say so; of one's own loader, if the layout and the order do.
     """
-    ratio = shares.amplification(counters)
-    if ratio is not None and ratio > AMPLIFICATION:
-        return True
+    ratio, usage = shares.amplification(counters), counters.readers
+    if ratio is not None and ratio > AMPLIFICATION and usage is not None:
+        # Whole files and pages are read for small samples in other formats too, where it is seldom what costs most.
+        return bool(counters.loader.files) or usage.system_seconds > usage.user_seconds
     return any(
         one.chunk_samples > AMPLIFICATION and not one.is_direct and one.order == "full"
         for one in counters.loader.files
