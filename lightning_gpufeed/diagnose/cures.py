@@ -17,7 +17,7 @@ from lightning_gpufeed.diagnose.judgement import Cause, Cure
 from lightning_gpufeed.diagnose.load_model import LoadModel, LoadParts
 from lightning_gpufeed.diagnose.records import printable
 
-__all__ = ["cures_for"]
+__all__ = ["are_workers_worth_it", "cures_for"]
 
 _WORTH = 1.03
 """A cure that is not expected to gain this much is not named."""
@@ -42,6 +42,20 @@ def cures_for(cause: Cause, counters: EpochCounters, model: LoadModel) -> tuple[
     if cause in _BY_GAIN:  # among the like the order is that of the effort
         found.sort(key=lambda cure: -round(math.log(cure.gain) / _ALIKE))
     return tuple(found)
+
+
+def are_workers_worth_it(counters: EpochCounters, model: LoadModel) -> bool:
+    """Whether more workers are a cure.
+
+    Args:
+        counters: Of an epoch.
+        model: Made of them.
+
+    Returns:
+        False where they cost as much as they bring.
+    """
+    cure = _more_workers(counters, model)
+    return cure is not None and cure.gain >= _WORTH
 
 
 # Reading -------------------------------------------------------------------------------------------------

@@ -160,8 +160,9 @@ class LoadModel:
             The cure. However many there are, all that readers and training do on a core has to fit on the cores.
         """
         if self.parts is None:
-            middle = self.step / max(self.rest, self.load * self._num_readers / num_workers)
-            return Cure(name, action, middle, 1.0, max(middle, self.step / self.rest))
+            load = self.load * self._num_readers / num_workers
+            middle, high = (min(_MOST_GAIN, self.step / max(one, 1e-9)) for one in (max(self.rest, load), self.rest))
+            return Cure(name, action, middle, min(1.0, middle), max(middle, high))
         cores = (self.parts.busy + self._main_busy) / self._num_cores
         # The first worker has its price: a batch is handed over then.
         price, most_price = (0.0, 0.0) if self._num_workers else (_HAND_OVER_SECONDS, _MOST_HAND_OVER_SECONDS)

@@ -35,6 +35,7 @@ _SYNC_SHARE = 0.10
 _HOST_SHARE = 0.15
 AMPLIFICATION = 2.2
 """Bytes read per byte delivered, in the stored type. Values of twice the width, delivered narrow, read 2.0."""
+_READING_SHARE = 0.15
 _QUEUE_SHARE = 0.5
 _ASLEEP_SHARE = 0.5
 _SLOW_SHARE = 0.25
@@ -71,7 +72,9 @@ def judge(counters: EpochCounters, others: Sequence[EpochCounters] = ()) -> Verd
     if shares.start_share(counters) >= max(_START_SHARE, counters.steps.wait_share) and not counters.is_first:
         cause = Cause.START
     else:
-        cause = _cause_of_waiting(counters, model) if is_bound else _cause_inside(counters, others)
+        cause, share = _cause_inside(counters, others)
+        if is_bound and share < counters.steps.wait_share:
+            cause = _cause_of_waiting(counters, model)
     return Verdict(
         cause=cause,
         wait_share=counters.steps.wait_share,
@@ -95,16 +98,17 @@ def worst_rank(ranks: Sequence[EpochCounters]) -> tuple[EpochCounters, tuple[Epo
     return worst, tuple(one for one in ranks if one is not worst)
 
 
-def _cause_inside(counters: EpochCounters, others: Sequence[EpochCounters]) -> Cause:
-    """What a step does that hardly waits for data."""
+def _cause_inside(counters: EpochCounters, others: Sequence[EpochCounters]) -> tuple[Cause, float]:
+    """What a step does but wait for data and compute, and the share of the time that this takes."""
     steps = counters.steps
-    ratios = {
-        Cause.COPY: steps.share(steps.copy_seconds) / _COPY_SHARE,
-        Cause.SYNC: shares.sync_share(counters, others) / _SYNC_SHARE,
-        Cause.HOST: counters.steps.share(shares.host_seconds(counters)) / _HOST_SHARE,
+    told = {
+        Cause.COPY: (steps.share(steps.copy_seconds), _COPY_SHARE),
+        Cause.SYNC: (shares.sync_share(counters, others), _SYNC_SHARE),
+        Cause.HOST: (steps.share(shares.host_seconds(counters)), _HOST_SHARE),
     }
-    cause = max(ratios, key=lambda one: ratios[one])
-    return cause if ratios[cause] >= 1 else Cause.COMPUTE
+    cause = max(told, key=lambda one: told[one][0] / told[one][1])
+    share, least = told[cause]
+    return (cause, share) if share >= least else (Cause.COMPUTE, 0.0)
 
 
 def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
@@ -137,7 +141,7 @@ def _cause_between_steps(counters: EpochCounters, model: LoadModel) -> Cause:
     if asleep is not None and asleep >= _ASLEEP_SHARE:
         return Cause.DISK
     # A worker has its price: where loading costs less than handing a batch over, it is no cure.
-    if cures.cures_for(Cause.TOO_FEW_WORKERS, counters, model):
+    if cures.are_workers_worth_it(counters, model):
         return Cause.TOO_FEW_WORKERS
     if usage is None:
         return Cause.LOADER
@@ -209,8 +213,10 @@ def is_amplified(counters: EpochCounters) -> bool:
     """
     ratio, usage = shares.amplification(counters), counters.readers
     if ratio is not None and ratio > AMPLIFICATION and usage is not None:
-        # Whole files and pages are read for small samples in other formats too, where it is seldom what costs most.
-        return bool(counters.loader.files) or usage.system_seconds > usage.user_seconds
+        # Whole files and pages are read for small samples in other formats too, where it is seldom what costs most; and
+        # so it is where next to no work is the kernel's.
+        least = _READING_SHARE if counters.loader.files else 0.5
+        return usage.system_seconds >= least * usage.busy_seconds
     return any(
         one.chunk_samples > AMPLIFICATION and not one.is_direct and one.order == "full"
         for one in counters.loader.files
