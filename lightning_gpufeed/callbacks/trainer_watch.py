@@ -24,6 +24,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_gpufeed.diagnose.observer import Observer
+from lightning_gpufeed.echo.loader import REPEATED
 
 __all__ = ["TrainerWatch", "training_loader"]
 
@@ -107,7 +108,7 @@ class TrainerWatch:
         convert = plugin.convert_input
 
         def watched_convert(data: Any) -> Any:
-            if self._is_open and trainer.training:
+            if self._is_open and trainer.training and data is not REPEATED:
                 look(data)
             return convert(data)
 

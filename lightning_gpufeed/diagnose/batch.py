@@ -65,6 +65,8 @@ def is_widened(tensor: torch.Tensor) -> bool:
     """
     if not tensor.is_floating_point() or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
+    if tensor.is_nested:
+        return False
     # Half precision has so few values that nobody can tell; brain floats have 128 from one power of two to the next.
     if tensor.element_size() < 2 or tensor.dtype is torch.bfloat16 or tensor.numel() < _FEWEST_LOOKED_AT:
         return False

@@ -344,7 +344,7 @@ class EpochCounters:
         machine: The machine.
         timeline: A few steps, stretch by stretch.
         num_hidden_readers: Readers that could not be watched.
-        num_watched_steps: Steps that were taken while `readers` were watched.
+        num_watched_steps: Steps with a batch of their own that were taken while `readers` were watched.
         num_main_steps: Steps that were taken while `main` and `training_thread` were watched.
         start_seconds: From the beginning of the epoch to its first request for a batch: workers are started there.
     """

@@ -78,8 +78,11 @@ def _chunk_order(counters: EpochCounters, model: LoadModel) -> Cure | None:
     parts, kept = model.parts, 1 / ratio
     # At least what copying those bytes costs goes; at most all that a reader does but convert and hand over.
     surely = dataclasses.replace(parts, read=parts.read * kept, asleep=parts.asleep * kept)
-    likely = dataclasses.replace(surely, other=parts.other * kept)
-    middle = dataclasses.replace(surely, other=parts.other * (0.75 * kept + 0.25))
+    # Without filters HDF5 does little more with a chunk than copy it once more.
+    is_decoding = slow is None or bool(slow.filters)
+    goes = parts.other * (1 - kept) if is_decoding else min(parts.other * (1 - kept), 2 * parts.read)
+    likely = dataclasses.replace(surely, other=parts.other - goes)
+    middle = dataclasses.replace(surely, other=parts.other - 0.75 * goes)
     lefts = [model.share_left(one) for one in (middle, likely, surely)]
     return model.cure("chunk order", action, lefts[0], least=lefts[1], most=lefts[2])
 
@@ -107,6 +110,8 @@ def _repack_action(counters: EpochCounters, slow: FileFacts | None) -> str:
     command = slow.command if slow is not None else None
     if counters.loader.is_own:
         text = "shuffle='window' in the DataModule, which reads each chunk once"
+        if command and slow is not None and slow.order != "full":
+            return f"`{command}` once, and train on OUT.h5"
         return f"`{command}` once, and train on OUT.h5; or {text}" if command else text
     command = command or f"gpufeed pack {shlex.quote(slow.path) if slow else 'FILE'} OUT.h5"
     if slow is None or slow.chunk_shape is None:
@@ -152,7 +157,13 @@ def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
     # a copy into new memory; converting is left to the device. Small samples cost more per byte.
     left = counters.batch.compact_bytes * costs.read_seconds / model.load
     return model.cure(
-        "H5DataModule", action, min(1.0, 0.4 * left), least=0.15 * left, most=min(1.0, left), becomes_ahead=True
+        "H5DataModule",
+        action,
+        min(1.0, 0.4 * left),
+        least=0.15 * left,
+        # What a Dataset does to samples has to be done elsewhere then: in the file, or on the device.
+        most=1.0 if parts.other > 0.6 * parts.busy else min(1.0, left),
+        becomes_ahead=True,
     )
 
 
@@ -202,6 +213,8 @@ def _uint8(counters: EpochCounters, model: LoadModel) -> Cure | None:
     likely = dataclasses.replace(surely, other=parts.other * share)
     middle = dataclasses.replace(surely, other=parts.other * (1 + share) / 2)
     lefts = [model.share_left(one) for one in (middle, likely, surely)]
+    if counters.readers is not None and counters.readers.queue_seconds is None:  # they may sleep for all we know
+        lefts[2] = 1.0
     if counters.machine.costs is None:  # converting may be all that they do
         lefts[1] = 0.0
     # For a whole batch, into memory that is there already, it takes less than for each sample.
@@ -253,7 +266,7 @@ def _more_sleepers(counters: EpochCounters, model: LoadModel) -> Cure | None:
     now = max(1, counters.loader.num_workers)
     wanted = 2 * now
     if model.parts is not None:  # as many as keep up, and a few more
-        wanted = min(max(16, wanted), max(now + 1, math.ceil(1.3 * model.parts.total / model.rest)))
+        wanted = min(4 * now, max(now + 1, math.ceil(1.3 * model.parts.total / model.rest)))
     action = f"DataLoader(num_workers={wanted}, persistent_workers=True): more requests to storage at the same time"
     return model.cure_by_workers(f"{wanted} workers", action, wanted)
 
@@ -319,10 +332,7 @@ def _uint8_copy(counters: EpochCounters, model: LoadModel) -> Cure | None:
 def _fewer_hooks(counters: EpochCounters, model: LoadModel) -> Cure | None:
     steps = counters.steps
     count = max(1, steps.num_steps)
-    if steps.idle_seconds is None:
-        seconds = steps.hook_seconds / count
-    else:
-        seconds = max(0.0, steps.idle_seconds - steps.data_seconds) / count
+    seconds = shares.host_seconds(counters) / count
     action = "less Python per step: a larger log_every_n_steps, no .item() or print in hooks, torch.compile"
     return model.cure_by_step("host code", action, (0.5 * seconds, 0.0, seconds))
 
@@ -360,4 +370,4 @@ _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.UNEVEN: (_more_sleepers, _deeper_queue),
     Cause.HANDOVER: (_no_workers, _larger_batches),
 }
-_BY_GAIN = {Cause.AMPLIFICATION, Cause.CPU, Cause.DECODE, Cause.CONVERSION, Cause.KERNEL, Cause.LOADER}
+_BY_GAIN = {Cause.AMPLIFICATION, Cause.DECODE, Cause.CONVERSION, Cause.KERNEL, Cause.LOADER}

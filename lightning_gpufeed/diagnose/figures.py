@@ -61,7 +61,7 @@ def line(counters: EpochCounters, verdict: Verdict) -> str:
         text += f". Predicted: {', '.join(promised)}"
     if verdict.cures:
         text += f". First: {verdict.cures[0].action}"
-    return ". ".join([text, *verdict.notes]) + "."
+    return printable(". ".join([text, *verdict.notes]) + ".")
 
 
 def figures_for(
@@ -210,7 +210,9 @@ def _disk_texts(counters: EpochCounters) -> list[str]:
     if pressure is not None:
         texts.append(f"the kernel saw something wait for storage {percent(pressure)} of the time")
     if usage is not None and usage.major_faults:
-        texts.append(f"{usage.major_faults:,} pages were fetched from storage")
+        texts.append(
+            f"{usage.major_faults:,} page{'s were' if usage.major_faults > 1 else ' was'} fetched from storage"
+        )
     return texts
 
 
@@ -308,8 +310,9 @@ def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCount
 
 def _device_notes(cause: Cause, counters: EpochCounters) -> list[str]:
     machine, notes = counters.machine, []
-    if cause is Cause.COMPUTE and (machine.device_utilisation or 1.0) < _IDLE_KERNELS_SHARE:
-        share = percent(machine.device_utilisation or 0.0)
+    used = machine.device_utilisation
+    if cause is Cause.COMPUTE and used is not None and used < _IDLE_KERNELS_SHARE:
+        share = percent(used)
         notes.append(f"A kernel runs on the device only {share} of the time: many small ones, or Python between them")
     if not machine.device_total_bytes:
         return notes

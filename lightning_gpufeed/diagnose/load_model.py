@@ -141,7 +141,13 @@ class LoadModel:
         low = self._gain(left if most is None else most, self.rest + 1.5 * moved, is_ahead)
         high = self._gain(left if least is None else least, self.rest - self._most_queue + 0.25 * moved, is_ahead)
         middle = self._gain(left, self.rest - self._main_queue / 2 + moved, is_ahead)
-        return Cure(name, action, min(max(middle, low), max(high, low)), low, max(high, low))
+        if self.parts is None:
+            low = min(low, 1.0)
+        elif self._is_host:  # loading and training share the cores, whatever is done ahead
+            on_cores = (left * self.parts.busy + self._main_busy + moved) / self._num_cores
+            middle = min(middle, self.step / max(on_cores, 1e-9))
+        high = max(high, low)
+        return Cure(name, action, min(max(middle, low), high), low, high)
 
     def _gain(self, left: float, rest: float, is_ahead: bool) -> float:
         load = max(0.0, left) * self.load

@@ -104,7 +104,7 @@ class Observer:
         self._inline_before: Usage | None = None
         self._next_inline = 0.0
         self._next_sample, self._pause_seconds = 0.0, _FIRST_INTERVAL_SECONDS
-        self._latest_sample_step: int | None = None
+        self._latest_sample: tuple[int, int] | None = None
 
     # What happens ----------------------------------------------------------------------------------------
 
@@ -196,18 +196,20 @@ class Observer:
         self._main.sample((os.getpid(),), found.threads)
         self._thread.sample((), (threading.get_native_id(),))
         self._device_watch.sample()
-        if self._latest_sample_step is not None:
-            num_steps = self.steps.num_steps - self._latest_sample_step
+        # Readers load batches: where batches are used several times, that is fewer than there are steps.
+        now = (self.steps.num_steps, self._num_batches or self.steps.num_steps)
+        if self._latest_sample is not None:
+            num_steps, num_batches = (one - other for one, other in zip(now, self._latest_sample, strict=True))
             self._main_steps += num_steps
             if self._readers.usage.wall_seconds > watched:  # readers of the sample before are still there
-                self._watched_steps += num_steps
-        self._latest_sample_step = self.steps.num_steps
+                self._watched_steps += max(0, num_batches)
+        self._latest_sample = now
 
     def pause(self) -> None:
         """Something else begins that is no training, such as validation."""
-        if self._latest_sample_step is not None:
+        if self._latest_sample is not None:
             self.sample()
-        self._latest_sample_step = None
+        self._latest_sample = None
         for watch in self._watches:
             watch.pause()
         self.steps.pause()

@@ -225,7 +225,7 @@ def _usage_of(counts: _Counts) -> Usage:
     return Usage(
         wall_seconds=counts.wall_ns / _NANOSECONDS,
         user_seconds=user_seconds,
-        system_seconds=core_seconds - user_seconds,
+        system_seconds=max(0.0, core_seconds - user_seconds),
         queue_seconds=None if counts.queue_ns is None else counts.queue_ns / _NANOSECONDS,
         major_faults=counts.major_faults,
         minor_faults=counts.minor_faults,

@@ -59,7 +59,7 @@ def item_bytes(dtype: str | None) -> int | None:
     """
     try:
         return np.dtype(dtype).itemsize if dtype else None
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # compound types
         return None
 
 
@@ -142,7 +142,7 @@ def host_seconds(counters: EpochCounters) -> float:
     queued = 0.0
     if thread is not None and counters.num_main_steps:
         queued = (thread.queue_seconds or 0.0) / counters.num_main_steps * steps.num_steps
-    return max(0.0, steps.hook_seconds - queued)
+    return max(0.0, steps.hook_seconds - queued * steps.share(steps.hook_seconds))
 
 
 def has_storage_sign(counters: EpochCounters) -> bool:
@@ -155,8 +155,12 @@ def has_storage_sign(counters: EpochCounters) -> bool:
         False does not say much: network file systems and many virtual machines leave no trace.
     """
     usage = counters.readers
-    pressure = counters.machine.io_pressure or 0.0
-    return pressure >= _PRESSURE_SHARE or (usage is not None and bool(usage.major_faults or usage.disk_bytes))
+    if (counters.machine.io_pressure or 0.0) >= _PRESSURE_SHARE:
+        return True
+    if usage is None:
+        return False
+    fetched = (usage.disk_bytes or 0) + 4096 * (usage.major_faults or 0)  # any process has a few
+    return fetched >= max(_FEWEST_BYTES, 0.1 * counters.num_watched_steps * counters.batch.num_bytes)
 
 
 def ready_share(counters: EpochCounters) -> float | None:

@@ -42,7 +42,7 @@ _SLOW_SHARE = 0.25
 _RECEIVE_SHARE = 0.5
 _READY_SHARE = 0.5
 _LARGE_BYTES = 256 << 10
-_UNEVEN_SHARE = 0.1
+_UNEVEN_SHARE = 0.15
 _BUSY_SHARE = 0.5
 _FULL_SHARE = 0.8
 _START_SHARE = 0.1
@@ -122,11 +122,10 @@ def _cause_of_waiting(counters: EpochCounters, model: LoadModel) -> Cause:
         return Cause.LOADER
     if loader.num_workers > math.ceil(cores) and _is_crowded(counters):
         return Cause.TOO_MANY_WORKERS
-    ready = shares.ready_share(counters)
-    if ready is not None and ready >= _READY_SHARE:
-        return _cause_of_taking(counters)
     if (usage.share(usage.asleep_seconds) or 0.0) >= _ASLEEP_SHARE:
-        return _cause_of_sleep(counters)
+        ready = shares.ready_share(counters)
+        is_ready = ready is not None and ready >= _READY_SHARE
+        return _cause_of_taking(counters) if is_ready else _cause_of_sleep(counters)
     if not loader.is_own and loader.num_workers < math.floor(cores) and _has_free_cores(counters):
         return Cause.TOO_FEW_WORKERS
     if usage.queue_seconds is None and usage.busy_seconds < _BUSY_SHARE * usage.wall_seconds:
@@ -150,9 +149,16 @@ def _cause_between_steps(counters: EpochCounters, model: LoadModel) -> Cause:
 
 def _cause_of_taking(counters: EpochCounters) -> Cause:
     """Batches are mostly ready, and taking them takes the time."""
-    if counters.loader.num_workers:
-        return Cause.KERNEL if counters.batch.num_bytes >= _LARGE_BYTES else Cause.HANDOVER
-    return Cause.UNEVEN if counters.steps.wait_share >= _UNEVEN_SHARE else Cause.COMPUTE
+    batch, waits = counters.batch, counters.steps.wait_share
+    if waits < _UNEVEN_SHARE:
+        return Cause.COMPUTE
+    if not counters.loader.num_workers:
+        return Cause.UNEVEN
+    if batch.num_bytes < _LARGE_BYTES:
+        return Cause.HANDOVER
+    if waits < _SLOW_SHARE:
+        return Cause.UNEVEN
+    return Cause.CONVERSION if batch.widened_bytes >= _WIDENED_SHARE * batch.num_bytes else Cause.KERNEL
 
 
 def _cause_of_sleep(counters: EpochCounters) -> Cause:
@@ -165,7 +171,7 @@ def _cause_of_sleep(counters: EpochCounters) -> Cause:
         return Cause.DISK
     if waits < _UNEVEN_SHARE:
         return Cause.COMPUTE
-    is_handing = counters.loader.num_workers and receives >= _RECEIVE_SHARE * waits
+    is_handing = counters.loader.num_workers and receives >= _RECEIVE_SHARE * waits and waits >= _SLOW_SHARE
     return Cause.KERNEL if is_handing else Cause.UNEVEN
 
 
