@@ -192,6 +192,10 @@ class FeedMonitor(Callback):
             # Workers are gone when an epoch ends, and with them the list of what they read.
             self._readers = found
             self._paths.update(open_files(found))
+        observer = self._observer
+        if found.threads and observer is not None and not observer.loader.is_ahead:
+            # A thread that reads ahead for a loader without workers begins and ends with the epoch.
+            observer.loader = dataclasses.replace(observer.loader, has_thread=True)
         return found
 
     def _has_ready(self) -> bool | None:
@@ -245,8 +249,6 @@ class FeedMonitor(Callback):
     def _counters(self) -> EpochCounters:
         """What this rank counted; the files are looked at only if the step waits for them."""
         assert self._observer is not None
-        if not self._observer.loader.is_ahead:
-            self._observer.loader = describe_loader(self._loader)  # a thread may have begun to read ahead since
         counters = self._observer.counters()
         if counters.steps.wait_share < BOUND_SHARE:
             return counters

@@ -210,8 +210,10 @@ def _uint8(counters: EpochCounters, model: LoadModel) -> Cure | None:
         return model.cure("uint8 on the host", action, share, least=0.0, most=1.0)
     surely = dataclasses.replace(parts, convert=0.0, ship=parts.ship * share)
     # Collating touches every byte once more, and so do the page faults of fresh memory: both shrink with the bytes.
-    likely = dataclasses.replace(surely, other=parts.other * share)
-    middle = dataclasses.replace(surely, other=parts.other * (1 + share) / 2)
+    # Decoding does not, so no more goes than what converting and handing over explain.
+    goes = min(parts.other * (1 - share), 2 * (parts.convert + parts.ship * (1 - share)))
+    likely = dataclasses.replace(surely, other=parts.other - goes)
+    middle = dataclasses.replace(surely, other=parts.other - goes / 2)
     lefts = [model.share_left(one) for one in (middle, likely, surely)]
     if counters.readers is not None and counters.readers.queue_seconds is None:  # they may sleep for all we know
         lefts[2] = 1.0
@@ -268,7 +270,9 @@ def _more_sleepers(counters: EpochCounters, model: LoadModel) -> Cure | None:
     if model.parts is not None:  # as many as keep up, and a few more
         wanted = min(4 * now, max(now + 1, math.ceil(1.3 * model.parts.total / model.rest)))
     action = f"DataLoader(num_workers={wanted}, persistent_workers=True): more requests to storage at the same time"
-    return model.cure_by_workers(f"{wanted} workers", action, wanted)
+    cure = model.cure_by_workers(f"{wanted} workers", action, wanted)
+    # Behind a lock, a limit of requests or one connection they would wait for each other.
+    return dataclasses.replace(cure, low=min(1.0, cure.low))
 
 
 def _no_workers(counters: EpochCounters, model: LoadModel) -> Cure | None:

@@ -15,6 +15,7 @@ from lightning_gpufeed.diagnose.shares import (
     spare_share,
     start_share,
     sync_share,
+    taken_by_others,
 )
 
 __all__ = ["duration", "figures_for", "line", "notes_for", "percent", "readers_name"]
@@ -290,6 +291,11 @@ def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCount
     notes = []
     if cause is Cause.COMPUTE and counters.steps.wait_share >= 0.05:
         notes.append(f"Batches come unevenly: {readers_name(counters)} could make more than twice as many")
+    taken = taken_by_others(counters)
+    if taken is not None and cause is not Cause.COMPUTE:
+        notes.append(
+            f"Other processes keep about {taken:.1f} of {_cores(counters)} busy; without them all this is faster"
+        )
     if counters.is_first and cause is not Cause.COMPUTE:
         cold = [one for one in counters.loader.files if one.cached_share is not None and one.cached_share < 0.9]
         where = (

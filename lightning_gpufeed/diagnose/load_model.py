@@ -25,6 +25,7 @@ _MOST_GAIN = 100.0
 _BEHIND_SHARE = 0.5
 _HAND_OVER_SECONDS, _MOST_HAND_OVER_SECONDS = 0.5e-3, 2e-3
 """What a batch costs the training when it comes from another process, however small it is."""
+_PRESSURE_SHARE = 0.3
 _MOST_QUEUE = 0.8
 """Most of the step that the training may have waited for a core."""
 
@@ -87,6 +88,7 @@ class LoadModel:
         self.parts = _parts_of(counters)
         watched = counters.num_main_steps
         self._is_host = steps.idle_seconds is None
+        self._is_crowded = (counters.machine.cpu_pressure or 0.0) >= _PRESSURE_SHARE
         self._main_busy = self._main_queue = 0.0
         if counters.main is not None and watched:
             self._main_busy = counters.main.busy_seconds / watched
@@ -183,6 +185,8 @@ class LoadModel:
             )
         ]
         gains = [min(_MOST_GAIN, gain) for gain in gains]
+        if self._is_crowded:  # others want the cores too
+            gains[1] = min(1.0, gains[1])
         return Cure(name, action, min(max(gains[0], gains[1]), gains[2]), gains[1], gains[2])
 
     def cure_without_workers(self, name: str, action: str) -> Cure | None:

@@ -20,6 +20,7 @@ __all__ = [
     "spare_share",
     "start_share",
     "sync_share",
+    "taken_by_others",
 ]
 
 _FEWEST_BYTES = 64 << 10
@@ -176,6 +177,23 @@ def ready_share(counters: EpochCounters) -> float | None:
     if steps.ready_seconds is None or steps.wait_seconds <= 0:
         return None
     return min(1.0, steps.ready_seconds / steps.wait_seconds)
+
+
+def taken_by_others(counters: EpochCounters) -> float | None:
+    """Cores that readers and training leave, although readers wait for one.
+
+    Args:
+        counters: Of an epoch.
+
+    Returns:
+        Cores that other processes must have; None where readers do not wait for a core, or it is not known.
+    """
+    usage, main, cores = counters.readers, counters.main, counters.machine.num_cores
+    queue = usage.share(usage.queue_seconds) if usage is not None else None
+    if usage is None or main is None or main.wall_seconds <= 0 or queue is None or queue < _PRESSURE_SHARE:
+        return None
+    used = usage.busy_seconds / usage.wall_seconds * counters.loader.num_readers + main.busy_seconds / main.wall_seconds
+    return cores - used if used < 0.6 * cores else None
 
 
 def spare_share(counters: EpochCounters) -> float:

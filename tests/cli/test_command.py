@@ -2,14 +2,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import pty
 import re
 import shlex
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -17,26 +12,12 @@ import numpy as np
 import pytest
 
 import lightning_gpufeed
-from lightning_gpufeed import cli
-from lightning_gpufeed.cli import main
+from lightning_gpufeed.cli import command
 from lightning_gpufeed.hdf5.inspection import inspect_file
 from lightning_gpufeed.hdf5.journal import Journal
 from lightning_gpufeed.hdf5.report import Advice
-from lightning_gpufeed.hdf5.writer import PackProgress, PackReport, pack
-from tests.doubles import thin_package
-
-ROOT = Path(__file__).parents[1]
-
-
-def pixels(*shape):
-    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-
-
-def write_h5(path, **arrays):
-    with h5py.File(path, "w") as h5_file:
-        for key, value in arrays.items():
-            data, options = value if isinstance(value, tuple) else (value, {})
-            h5_file.create_dataset(key, data=data, **options)
+from lightning_gpufeed.hdf5.writer import PackReport, pack
+from tests.cli.commands import error_of, pixels, start, write_h5
 
 
 def write_photos(folder, per_class=3, classes=("cat", "dog")):
@@ -46,43 +27,6 @@ def write_photos(folder, per_class=3, classes=("cat", "dog")):
         Path(folder, name).mkdir(parents=True)
         for number in range(per_class):
             Image.fromarray(pixels(20, 30, 3)).save(Path(folder, name, f"{number}.png"))
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GPUFEED_DEBUG", raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command in this process; gives exit code, stdout and stderr."""
-
-    def call(*argv):
-        code = main([str(one) for one in argv])
-        return code, *capsys.readouterr()
-
-    return call
-
-
-def start(*argv, pause_seconds=0.0, path=ROOT, **options):
-    """Start the command as its own process, as the installed script does."""
-    script = "import sys; from lightning_gpufeed.cli import main; sys.exit(main())"
-    environment = {**os.environ, "PYTHONPATH": str(path), "PAUSE_SECONDS": str(pause_seconds)}
-    # A suite that a shell started in the background ignores Ctrl-C, and so would what it starts.
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *argv],
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
-
-
-@pytest.fixture
-def thin(tmp_path):
-    """A path for `start` where the package is without its root module, which imports Lightning and takes seconds."""
-    return thin_package(tmp_path / "thin")
 
 
 def keys_of(path):
@@ -113,7 +57,7 @@ def test_every_option_of_pack_reaches_the_writer_in_its_own_type(run, monkeypatc
         seen.update(options, source=source, out=out)
         return PackReport(Path(out), 1, {}, (), 0, None, 1000, 0.5)
 
-    monkeypatch.setattr(cli, "pack", record)
+    monkeypatch.setattr(command, "pack", record)
     words = (
         "photos o.h5 --keys images,labels --split test --resize 256 --crop 224x192 --mode L --layout NHWC --scale 255 "
         "--quantize=-1,1.5 --keep-dtype --shuffle --seed 7 --chunk-bytes 1000 --num-workers 2 --on-error skip --verify "
@@ -151,7 +95,7 @@ def test_what_is_not_given_stays_at_the_default_of_the_function(run, monkeypatch
         seen.update(options)
         return PackReport(Path(out), 1, {}, (), 0, None, 1000, 0.5)
 
-    monkeypatch.setattr(cli, "pack", record)
+    monkeypatch.setattr(command, "pack", record)
     run("pack", "a", "b")
     defaults = {name: one.default for name, one in inspect.signature(pack).parameters.items()}
     del defaults["source"], defaults["out"], defaults["on_progress"], seen["on_progress"]
@@ -270,8 +214,8 @@ TO_IMPROVE = {
 @pytest.mark.parametrize("case", TO_IMPROVE)
 def test_after_the_advice_was_followed_there_is_none_left(run, case):
     write_h5("in.h5", **TO_IMPROVE[case])
-    command = inspect_file("in.h5", probe_seconds=0).advice.command
-    words = shlex.split(command)
+    advised = inspect_file("in.h5", probe_seconds=0).advice.command
+    words = shlex.split(advised)
     assert words[0] == "gpufeed"
     code, _, err = run(*words[1:])
     assert (code, err) == (0, "")
@@ -281,14 +225,6 @@ def test_after_the_advice_was_followed_there_is_none_left(run, case):
 
 
 # -- errors
-
-
-def error_of(run, *argv):
-    code, out, err = run(*argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("gpufeed: error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("gpufeed: error: ").rstrip("\n")
 
 
 def test_a_missing_file_is_one_line(run, folder):
@@ -362,7 +298,7 @@ def test_an_error_of_the_operating_system_names_the_file(run, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "secret.h5")
 
-    monkeypatch.setattr(cli, "inspect_file", refuse)
+    monkeypatch.setattr(command, "inspect_file", refuse)
     assert error_of(run, "inspect", "secret.h5") == "secret.h5: Permission denied"
 
 
@@ -375,7 +311,7 @@ def test_an_error_of_the_operating_system_names_the_file(run, monkeypatch):
         (["pack", "pack.d"], "the following arguments are required: out; see gpufeed pack --help"),
         (
             ["unpack", "a"],
-            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect'); see gpufeed --help",
+            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect', 'bench'); see gpufeed --help",
         ),
         ([], "no command was given; see gpufeed --help"),
         (
@@ -419,7 +355,7 @@ def test_a_traceback_is_shown_when_it_is_asked_for(run, monkeypatch):
 def test_help_names_the_commands(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert {"pack", "inspect"} <= set(out.split())
+    assert {"pack", "inspect", "bench"} <= set(out.split())
 
 
 def test_help_of_pack_names_every_option_of_the_function(run):
@@ -432,123 +368,7 @@ def test_version_is_the_package_version(run):
     assert run("--version") == (0, f"gpufeed {lightning_gpufeed.__version__}\n", "")
 
 
-# -- progress
-
-
-class Clock:
-    """Time that goes on when a test says so."""
-
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
-def test_rates_leave_out_what_an_interrupted_run_had_done(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(cli, "time", clock)
-    pace = cli._Pace()
-    assert pace.text(PackProgress(40_000, 100_000, 40_000_000)) == ""
-    clock.now += 2
-    assert pace.text(PackProgress(60_000, 100_000, 60_000_000)) == "10,000 samples/s, 10.0 MB/s, 0:00:04 left"
-    clock.now += 3598
-    assert pace.text(PackProgress(76_000, 100_000, 76_000_000)) == "10 samples/s, 10.0 kB/s, 0:40:00 left"
-
-
-def test_rates_begin_anew_after_the_values_were_scanned(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(cli, "time", clock)
-    pace = cli._Pace()
-    pace.text(PackProgress(0, 1000, 0, "scanning"))
-    clock.now += 1
-    assert pace.text(PackProgress(500, 1000, 0, "scanning")) == "500 samples/s, 0:00:01 left"
-    assert pace.text(PackProgress(0, 1000, 0)) == ""
-    clock.now += 2
-    assert pace.text(PackProgress(100, 1000, 5000)) == "50 samples/s, 2.5 kB/s, 0:00:18 left"
-
-
-def test_without_a_terminal_a_line_comes_every_five_seconds(monkeypatch, capsys):
-    clock = Clock()
-    monkeypatch.setattr(cli, "time", clock)
-    with cli._progress() as show:
-        for second in range(12):
-            clock.now = 100.0 + second
-            show(PackProgress(second * 1000, 20_000, second * 10**6))
-    assert capsys.readouterr().err.splitlines() == [
-        "gpufeed: writing 5,000 of 20,000 samples, 1,000 samples/s, 1.0 MB/s, 0:00:15 left",
-        "gpufeed: writing 10,000 of 20,000 samples, 1,000 samples/s, 1.0 MB/s, 0:00:10 left",
-    ]
-
-
-SLOW_DATASET = """
-import os, time
-import numpy as np
-
-class Slow:
-    def __len__(self):
-        return 640
-
-    def __getitem__(self, index):
-        time.sleep(float(os.environ["PAUSE_SECONDS"]))
-        return np.full((512, 512), index % 256, np.uint8), index % 10
-"""
-
-
-def read_terminal(terminal):
-    """Everything that a process writes to a terminal until it ends."""
-    found = b""
-    while True:
-        try:
-            part = os.read(terminal, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not part:
-            break
-        found += part
-    return found.decode()
-
-
-def test_on_a_terminal_a_bar_shows_rate_and_time_left(thin):
-    Path("slow.py").write_text(SLOW_DATASET)
-    own, its = pty.openpty()
-    with start(
-        "pack", "slow:Slow", "out.h5", pause_seconds=0.003, path=thin, stdout=subprocess.PIPE, stderr=its
-    ) as process:
-        os.close(its)
-        shown = read_terminal(own)
-        os.close(own)
-        out = process.stdout.read().decode()
-    assert process.returncode == 0
-    assert "━" in shown
-    assert re.search(r"writing.*samples/s, .*[kM]B/s, 0:00:0\d left", shown, re.DOTALL)
-    assert out.startswith("out.h5: 640 samples, ")
-
-
-def test_an_interrupted_pack_keeps_what_it_has_and_the_same_command_goes_on(thin):
-    options = {"path": thin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    Path("slow.py").write_text(SLOW_DATASET)
-    command = ("pack", "slow:Slow", "out.h5")
-    with start(*command, pause_seconds=0.008, **options) as process:
-        deadline = time.monotonic() + 60
-        while not (journal := Journal.load(Path("out.h5.partial.json"))) or not journal.position:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, ""), err
-    assert re.fullmatch(
-        r"gpufeed: interrupted; out\.h5\.partial keeps \d+ samples, and the same command goes on from there",
-        err.splitlines()[-1],
-    )
-    assert "Traceback" not in err
-    assert not Path("out.h5").exists()
-    with start(*command, **options) as process:
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert re.match(r"out\.h5: 640 samples, .*, going on after \d+ that an interrupted run had dealt with\n", out)
-    with h5py.File("out.h5") as h5_file:
-        np.testing.assert_array_equal(h5_file["images"][:, 0, 0], np.arange(640) % 256)
+# -- how it ends
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
@@ -576,20 +396,21 @@ def interrupt(*_, **__):
     ],
 )
 def test_an_interruption_says_what_is_left(run, monkeypatch, argv, position, text):
-    monkeypatch.setattr(cli, "pack", interrupt)
+    monkeypatch.setattr(command, "pack", interrupt)
     if position is not None:
         Journal(source="", options={}, position=position).save(Path("out.h5.partial.json"))
     assert run(*argv) == (130, "", f"gpufeed: interrupted; {text}\n")
 
 
 def test_an_interrupted_inspection_leaves_nothing(run, monkeypatch):
-    monkeypatch.setattr(cli, "inspect_file", interrupt)
+    monkeypatch.setattr(command, "inspect_file", interrupt)
     assert run("inspect", "a") == (130, "", "gpufeed: interrupted\n")
 
 
-def test_only_the_command_line_imports_its_libraries():
+def test_only_the_command_line_and_the_monitors_table_import_their_libraries():
     # Machines that only train need neither a parser of command lines nor progress bars.
     imports = re.compile(r"^\s*(?:from|import) (?:jsonargparse|rich)\b", re.MULTILINE)
     package = Path(lightning_gpufeed.__file__).parent
-    found = {path.name for path in package.rglob("*.py") if imports.search(path.read_text())}
-    assert found == {"cli.py"}
+    found = {path.relative_to(package) for path in package.rglob("*.py") if imports.search(path.read_text())}
+    assert {path.parts[0] for path in found} == {"cli", "diagnose"}
+    assert {path.name for path in found if path.parts[0] == "diagnose"} == {"table.py"}  # FeedMonitor's
