@@ -26,15 +26,22 @@ SAMPLE_SHAPE = (3, 160, 160)
 CHUNK_SAMPLES = 32
 
 
-def write_file(path: Path, num_samples: int, rows_per_chunk: int) -> Path:
+def write_file(
+    path: Path,
+    num_samples: int,
+    rows_per_chunk: int,
+    transform: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Path:
     """Random images, `rows_per_chunk` of them in a chunk."""
     random = np.random.default_rng(0)
+    dtype = np.uint8 if transform is None else np.float32
     with h5py.File(path, "w") as h5_file:
         shape = (num_samples, *SAMPLE_SHAPE)
-        images = h5_file.create_dataset("images", shape, np.uint8, chunks=(rows_per_chunk, *SAMPLE_SHAPE))
+        h5_dataset = h5_file.create_dataset("images", shape, dtype, chunks=(rows_per_chunk, *SAMPLE_SHAPE))
         for begin in range(0, num_samples, CHUNK_SAMPLES):
             stop = min(num_samples, begin + CHUNK_SAMPLES)
-            images[begin:stop] = random.integers(0, 256, (stop - begin, *SAMPLE_SHAPE), dtype=np.uint8)
+            images = random.integers(0, 256, (stop - begin, *SAMPLE_SHAPE), dtype=np.uint8)
+            h5_dataset[begin:stop] = images if transform is None else [transform(image) for image in images]
     return path
 
 
@@ -73,15 +80,23 @@ def heavy(image: np.ndarray) -> np.ndarray:
     return values
 
 
-class PauseModel(pl.LightningModule):
-    """A step that takes a known time and no core."""
+def to_float_batch(images: torch.Tensor) -> torch.Tensor:
+    """`to_float` for a whole batch, in the step."""
+    return images.float().div_(255)
 
-    def __init__(self, seconds: float) -> None:
+
+class PauseModel(pl.LightningModule):
+    """A step that takes a known time and no core, beside what was moved into it."""
+
+    def __init__(self, seconds: float, moved: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()
+        self.moved = moved
         self.scale = torch.nn.Parameter(torch.ones(()))
         self.seconds = seconds
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.moved is not None:
+            self.moved(batch)
         time.sleep(self.seconds)
         return self.scale * 0.5
 
@@ -101,6 +116,8 @@ class Pipeline:
         num_workers: Of the DataLoader.
         batch_size: Of the DataLoader.
         step_seconds: The pause that stands for the step.
+        moved: What the step does to a batch beside that.
+        stored: A transform whose results the file holds.
         is_own: Whether the file is fed by H5DataModule.
         cure: What the first cure changes, as fields of this class.
     """
@@ -113,6 +130,8 @@ class Pipeline:
     batch_size: int = 32
     step_seconds: float = 0.004
     is_own: bool = False
+    moved: Callable[[torch.Tensor], torch.Tensor] | None = None
+    stored: Callable[[np.ndarray], np.ndarray] | None = None
     cure: dict[str, Any] = field(default_factory=dict)
 
     def cured(self) -> Pipeline:
@@ -121,8 +140,9 @@ class Pipeline:
 
     def file(self, folder: Path, num_samples: int) -> Path:
         """Its file, written once."""
-        path = folder / f"images_{num_samples}_{self.rows_per_chunk}.h5"
-        return path if path.exists() else write_file(path, num_samples, self.rows_per_chunk)
+        kind = "images" if self.stored is None else self.stored.__name__
+        path = folder / f"{kind}_{num_samples}_{self.rows_per_chunk}.h5"
+        return path if path.exists() else write_file(path, num_samples, self.rows_per_chunk, self.stored)
 
     def data(self, folder: Path, num_samples: int) -> dict[str, Any]:
         """Its loader or DataModule, as `Trainer.fit` takes it."""
@@ -143,16 +163,19 @@ class Pipeline:
 
     def model(self) -> PauseModel:
         """Its model."""
-        return PauseModel(self.step_seconds)
+        return PauseModel(self.step_seconds, self.moved)
 
 
 PIPELINES = [
     Pipeline("page-cached rows", "kernel-bound", step_seconds=0.001, cure={"is_own": True}),
     Pipeline("chunked file, random rows", "read amplification", rows_per_chunk=CHUNK_SAMPLES, cure={"is_own": True}),
     Pipeline(
-        "uint8 made float32 in the worker", "conversion on the host", transform=to_float, cure={"transform": None}
+        "uint8 made float32 in the worker",
+        "conversion on the host",
+        transform=to_float,
+        cure={"transform": None, "moved": to_float_batch},
     ),
-    Pipeline("heavy float transform", "transform-bound", transform=heavy, cure={"transform": None}),
+    Pipeline("heavy float transform", "transform-bound", transform=heavy, cure={"transform": None, "stored": heavy}),
     Pipeline("six workers on two cores", "too many workers", transform=heavy, num_workers=6, cure={"num_workers": 2}),
     Pipeline("slow step, fast loader", "compute-bound", step_seconds=0.06, batch_size=8),
 ]

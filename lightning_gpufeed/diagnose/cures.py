@@ -164,7 +164,13 @@ def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
         # What a Dataset does to samples has to be done elsewhere then: in the file, or on the device.
         most=1.0 if parts.other > 0.6 * parts.busy else min(1.0, left),
         becomes_ahead=True,
+        moved=0.25 * parts.convert,
     )
+
+
+def _pack_decoded(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """What workers decode is not in HDF5: packed once, it is decoded for good."""
+    return None if counters.loader.files else _own_feed(counters, model)
 
 
 def _repack(counters: EpochCounters, model: LoadModel) -> Cure | None:
@@ -231,7 +237,7 @@ def _device_transform(counters: EpochCounters, model: LoadModel) -> Cure | None:
         f"LightningModule.{_DEVICE_READY}"
     )
     parts = model.parts
-    if counters.loader.is_own:
+    if counters.loader.is_own or counters.steps.idle_seconds is None:  # where the host computes, it has the same cores
         return None
     if parts is None:
         return model.cure("transform on the device", action, 0.5, least=0.0, most=1.0)
@@ -241,8 +247,24 @@ def _device_transform(counters: EpochCounters, model: LoadModel) -> Cure | None:
     plain = LoadParts(parts.read, 0.0, parts.ship * min(1.0, known), 0.0, parts.asleep)
     likely = model.share_left(dataclasses.replace(plain, other=0.1 * parts.other))
     # How much of it is decoding, which has to be done before a device can do the rest, cannot be seen.
-    least, moved = model.share_left(plain), 0.5 * (parts.other + parts.convert)
-    return model.cure("transform on the device", action, likely, least=least, most=1.0, moved=moved)
+    return model.cure("transform on the device", action, likely, least=model.share_left(plain), most=1.0)
+
+
+def _transform_once(counters: EpochCounters, model: LoadModel) -> Cure | None:
+    """Store what the transform makes; later epochs read that."""
+    parts, costs, batch = model.parts, counters.machine.costs, counters.batch
+    if counters.loader.is_own or not batch.num_bytes:
+        return None
+    action = (
+        "where the transform is not random, do it once and store what it makes: "
+        "`gpufeed pack package.module:dataset OUT.h5 --keep-dtype`"
+    )
+    if parts is None or costs is None:
+        return model.cure("transform once", action, 0.5, least=0.0, most=1.0)
+    read = batch.num_bytes * costs.read_seconds
+    plain = LoadParts(read, 0.0, parts.ship, 0.1 * parts.other, parts.asleep)
+    least = LoadParts(0.3 * read, 0.0, 0.5 * parts.ship, 0.0, 0.0)
+    return model.cure("transform once", action, model.share_left(plain), least=model.share_left(least), most=1.0)
 
 
 # Workers -------------------------------------------------------------------------------------------------
@@ -359,10 +381,10 @@ _Maker = Callable[[EpochCounters, LoadModel], Cure | None]
 
 _CURES: dict[Cause, tuple[_Maker, ...]] = {
     Cause.AMPLIFICATION: (_direct, _chunk_order, _uint8, _more_workers),
-    Cause.TOO_MANY_WORKERS: (_fewer_workers, _uint8, _device_transform),
+    Cause.TOO_MANY_WORKERS: (_fewer_workers, _uint8, _device_transform, _transform_once),
     Cause.TOO_FEW_WORKERS: (_more_workers, _own_feed, _uint8, _device_transform),
     Cause.DISK: (_more_sleepers, _faster_storage),
-    Cause.CPU: (_device_transform, _own_feed, _more_workers, _uint8),
+    Cause.CPU: (_device_transform, _more_workers, _transform_once, _pack_decoded, _uint8),
     Cause.DECODE: (_repack, _own_feed, _window, _more_workers, _uint8),
     Cause.CONVERSION: (_uint8, _own_feed, _more_workers),
     Cause.KERNEL: (_own_feed, _uint8, _more_workers),

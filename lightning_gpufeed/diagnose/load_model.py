@@ -86,6 +86,7 @@ class LoadModel:
         # Where the loader sets the pace, a batch takes it as long as a step.
         self.load = self.step if self._is_ahead else max(self.wait, 1e-9)
         self.parts = _parts_of(counters)
+        self._most_total = _most_total(counters, self.parts)
         watched = counters.num_main_steps
         self._is_host = steps.idle_seconds is None
         self._is_crowded = (counters.machine.cpu_pressure or 0.0) >= _PRESSURE_SHARE
@@ -180,7 +181,7 @@ class LoadModel:
             self.step / max(one, 1e-9)
             for one in (
                 max(rest, load),
-                max(self.rest + most_price, 1.25 * load),
+                max(self.rest + most_price, 1.25 * max(load, self._most_total / num_workers)),
                 max(self.rest - self._most_queue, cores, 0.8 * load),
             )
         ]
@@ -245,6 +246,14 @@ def _parts_of(counters: EpochCounters) -> LoadParts | None:
     # The unit costs are those of an idle machine; they cannot be more than what was seen.
     scale = min(1.0, busy / known) if known > 0 else 0.0
     return LoadParts(read * scale, convert * scale, ship * scale, busy - known * scale, asleep)
+
+
+def _most_total(counters: EpochCounters, parts: LoadParts | None) -> float:
+    """Most that one reader may need for a batch: where the kernel keeps back who waits for a core, they may sleep."""
+    usage, watched = counters.readers, counters.num_watched_steps
+    if parts is None or usage is None or not watched:
+        return 0.0
+    return parts.total if usage.queue_seconds is not None else usage.wall_seconds / watched
 
 
 def waiting_asleep(counters: EpochCounters) -> float:
