@@ -6,8 +6,10 @@ training. Behaviour is watched in a real Trainer, never read off a signature.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import multiprocessing
 import threading
 import warnings
 import weakref
@@ -26,6 +28,8 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_gpufeed.echo.loader import REPEATED
@@ -871,6 +875,175 @@ def test_the_bars_have_these_names_for_what_they_show(capsys):
 
 
 # torch -------------------------------------------------------------------------------------------------------
+
+
+# What a Trainer tells its profiler: FeedMonitor listens -------------------------------------------------------------
+
+
+class Listening(pl.Callback):
+    """Notes what the profiler is told from the start of the training on, where FeedMonitor listens: on the instance."""
+
+    def __init__(self, events: list[str]) -> None:
+        """Note into a common list."""
+        self.events = events
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to listen."""
+        for name, mark in (("start", ""), ("stop", "/")):
+            own = getattr(trainer.profiler, name)
+
+            def told(action_name: str, own: Callable[..., Any] = own, mark: str = mark) -> None:
+                if not action_name.startswith("[Callback]"):
+                    self.events.append(mark + action_name)
+                own(action_name)
+
+            trainer.profiler.__dict__[name] = told
+
+
+def heard(events: list[str], *interesting: str) -> list[str]:
+    """Of all events, those with one of these in them."""
+    return [event for event in events if any(part in event for part in interesting)]
+
+
+def test_the_fetch_of_a_batch_is_an_action_named_after_the_loop():
+    """TrainerWatch measures the wait for data by it. If this fails, look at `_TrainingEpochLoop._on_before_fetch`: no
+    wait would be seen, and every training be called compute-bound.
+    """
+    events: list[str] = []
+    trainer = make_trainer(max_epochs=2, callbacks=[Listening(events)])
+    trainer.fit(Model(events), Data(events))
+    action = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+    fetches = heard(events, "train_dataloader_next", "next")
+    # The end of the second epoch is not asked for either: the loader has a length.
+    assert fetches == [action, "next", f"/{action}"] * NUM_BATCHES * 2
+
+
+def test_a_fetch_that_fails_or_finds_the_end_is_an_action_that_stops_too():
+    """StepTimer takes the stop for the end of the wait, and a step without compute for none. If this fails, look at
+    `_DataFetcher.__next__`: a wait would go on until the next one.
+    """
+    events: list[str] = []
+    make_trainer(max_epochs=1, callbacks=[Listening(events)]).fit(Model(events), Unsized(events))
+    fetches = [event for event in events if "train_dataloader_next" in event]
+    assert fetches[-1].startswith("/")
+    assert len(fetches) == 2 * NUM_BATCHES  # one was taken before the training started, and the end is one more
+
+
+def test_forward_backward_and_update_are_one_action_after_the_fetch_and_the_copy():
+    """TrainerWatch measures computing by it. If this fails, look at `_TrainingEpochLoop.advance`: no step would be
+    counted at all.
+    """
+    events: list[str] = []
+
+    class Updating(Model):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            self.events.append("update")
+
+    make_trainer(max_epochs=1, callbacks=[Listening(events)]).fit(Updating(events), *lists(1, 2))
+    told = heard(events, "train_dataloader_next", ".transfer_batch_to_device", "run_training_batch", "step ", "update")
+    loop, module = "[_TrainingEpochLoop].train_dataloader_next", "[LightningModule]Updating.transfer_batch_to_device"
+    fetch_and_copy = [loop, f"/{loop}", module, f"/{module}"]
+    steps = [
+        [*fetch_and_copy, "run_training_batch", f"step {number}", "update", "/run_training_batch"]
+        for number in range(2)
+    ]
+    assert told == [*steps[0], *steps[1]]
+
+
+@pytest.mark.parametrize("is_overridden", [False, True])
+def test_the_copy_to_the_device_is_an_action_named_after_whose_hook_it_is(is_overridden):
+    """TrainerWatch expects the module's name, or the DataModule's if it has the hook. If this fails, look at
+    `LightningModule._call_batch_hook`: copies would be counted as work of callbacks.
+    """
+    events: list[str] = []
+
+    class Moving(Data):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch
+
+    data = (Moving if is_overridden else Data)(events)
+    make_trainer(max_epochs=1, callbacks=[Listening(events)]).fit(Model(events), data)
+    owner = "[LightningDataModule]Moving" if is_overridden else "[LightningModule]Model"
+    action = f"{owner}.transfer_batch_to_device"
+    assert heard(events, "transfer_batch_to_device") == [action, f"/{action}"] * NUM_BATCHES
+
+
+def test_ranks_are_asked_whether_to_stop_by_a_method_found_on_the_loop_before_each_fetch(tmp_path, monkeypatch):
+    """TrainerWatch measures by it what Lightning's own question costs in each step. If this fails, look for
+    `_broadcast_sigterm_tensor` in `_TrainingEpochLoop.advance`: that time would count as work of callbacks, or the
+    question is gone and so may our label for it.
+    """
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    events: list[str] = []
+
+    def begin(trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        own = loop._broadcast_sigterm_tensor
+
+        def ask() -> None:
+            events.append("ask")
+            own()
+
+        loop.__dict__["_broadcast_sigterm_tensor"] = ask
+
+    trainer = make_trainer(max_epochs=1, callbacks=[Looking(on_train_start=begin)])
+    trainer.fit(Model(events), Loader(events))
+    assert heard(events, "ask", "next", "step") == [
+        event for number in range(NUM_BATCHES) for event in ("ask", "next", f"step {number}")
+    ]
+
+
+def test_the_loaders_of_the_training_are_in_a_combined_loader_of_this_name():
+    """`training_loader` gives it. If this fails, look at `_FitLoop.setup_data`: the monitor would know no loader."""
+    trainer = make_trainer(max_epochs=1)
+    assert trainer.fit_loop._combined_loader is None
+    loader = Loader([])
+    trainer.fit(Model([]), loader)
+    assert isinstance(trainer.fit_loop._combined_loader, CombinedLoader)
+    assert trainer.fit_loop._combined_loader.flattened == [loader]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_torch_loader_and_lightnings_hold_the_running_iteration_with_its_workers(is_kept):
+    """find_readers reads the process numbers there. If this fails, look at `DataLoader.__iter__`,
+    `_MultiProcessingDataLoaderIter.__init__` and `CombinedLoader.__iter__`: all child processes of the training, also
+    those of the validation, would be taken for its workers.
+    """
+    loader = DataLoader(torch.ones(4, 2), num_workers=1, persistent_workers=is_kept)
+    combined = CombinedLoader(loader)
+    assert combined._iterator is None
+    assert loader._iterator is None
+    iterator = iter(combined)
+    next(iterator)
+    (running,) = combined._iterator.iterators
+    assert isinstance(running, _MultiProcessingDataLoaderIter)
+    assert loader._iterator is (running if is_kept else None)
+    assert [worker.pid for worker in running._workers] == [child.pid for child in multiprocessing.active_children()]
+    assert all(worker.is_alive() for worker in running._workers)
+    del running, iterator
+    combined.reset()
+    loader._iterator = None
+
+
+def test_a_running_iteration_of_torch_keeps_finished_batches_under_these_names():
+    """is_ready looks there: in the queue, and for a batch that came before its turn, in the table. If this fails, look
+    at `_MultiProcessingDataLoaderIter._next_data`: waits for batches that are ready would be taken for a slow loader.
+    """
+    iterator = iter(DataLoader(torch.arange(6), num_workers=2))
+    next(iterator)
+    assert iterator._rcvd_idx == 1
+    # Batch 1 comes from the other worker, batch 2 from the first; whichever came first is in the table with its data.
+    assert set(iterator._task_info) <= set(range(1, 6))
+    assert all(len(info) in (1, 2) for info in iterator._task_info.values())
+    with contextlib.suppress(NotImplementedError):  # not on every system
+        assert iterator._data_queue.qsize() >= 0
+    assert [int(batch) for batch in iterator] == [1, 2, 3, 4, 5]
+    assert not iterator._task_info
 
 
 # How a Trainer does a step: OOMRecovery does it again -------------------------------------------------------------

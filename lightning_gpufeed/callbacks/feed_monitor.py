@@ -269,7 +269,10 @@ class FeedMonitor(Callback):
         rank_zero_info(f"FeedMonitor, epoch {counters.epoch}{so_far}: {text}")
         self.records.append(EpochRecord(counters, verdict, is_interim=is_interim, line=text))
         for logger in trainer.loggers:
-            logger.log_metrics(metrics_of(counters, verdict), step=trainer.global_step)
+            try:
+                logger.log_metrics(metrics_of(counters, verdict), step=trainer.global_step)
+            except Exception as error:  # a training does not end for the figures of its monitor
+                rank_zero_warn(f"FeedMonitor: {type(logger).__name__} did not take its figures ({error}).")
         if self._has_table and not is_interim:
             print_table(self.records)
         if self._report_path is not None:

@@ -38,7 +38,7 @@ class _Hook:
     """A function in the place of an instance's method. A copy of the instance, pickled or not, has the method again."""
 
     def __init__(self, owner: Any, name: str, function: Callable[..., Any], is_in_use: Callable[[], bool]) -> None:
-        self._owner, self._name, self._function = owner, name, function
+        self.owner, self.name, self._function = owner, name, function
         self.is_in_use = is_in_use
         self.before = owner.__dict__.get(name)
 
@@ -46,7 +46,29 @@ class _Hook:
         return self._function(*arguments, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner, self._name)
+        return getattr, (self.owner, self.name)
+
+
+class _StartHook(_Hook):
+    """Of `Profiler.start`, which is called dozens of times in a step."""
+
+    def __init__(self, owner: Any, name: str, function: Any, is_in_use: Any, told: dict[str, Any]) -> None:
+        super().__init__(owner, name, function, is_in_use)
+        self._told = told
+
+    def __call__(self, action_name: str) -> None:
+        self._function(action_name)
+        if action_name in self._told:
+            self._told[action_name]()
+
+
+class _StopHook(_StartHook):
+    """Of `Profiler.stop`: what it tells comes before the profiler's own work."""
+
+    def __call__(self, action_name: str) -> None:
+        if action_name in self._told:
+            self._told[action_name]()
+        self._function(action_name)
 
 
 class TrainerWatch:
@@ -86,22 +108,9 @@ class TrainerWatch:
 
     def _watch_profiler(self, starts: dict[str, Callable[[], None]], stops: dict[str, Callable[[], None]]) -> None:
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
-        start, stop = profiler.start, profiler.stop
-
-        def watched_start(action_name: str) -> None:
-            start(action_name)
-            told = starts.get(action_name) if self._is_open else None
-            if told is not None:
-                told()
-
-        def watched_stop(action_name: str) -> None:
-            told = stops.get(action_name) if self._is_open else None
-            if told is not None:
-                told()
-            stop(action_name)
-
-        self._replace(profiler, "start", watched_start)
-        self._replace(profiler, "stop", watched_stop)
+        self._install(_StartHook(profiler, "start", profiler.start, self._is_in_use, starts))
+        self._install(_StopHook(profiler, "stop", profiler.stop, self._is_in_use, stops))
+        self._told = (starts, stops)
 
     def _watch_batches(self) -> None:
         plugin, trainer, look = self._trainer.precision_plugin, self._trainer, self._observer.look_at
@@ -130,9 +139,11 @@ class TrainerWatch:
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Put a function in an instance's own attributes."""
-        hook = _Hook(owner, name, function, self._is_in_use)
-        owner.__dict__[name] = hook
-        self._undo.append((owner, name, hook))
+        self._install(_Hook(owner, name, function, self._is_in_use))
+
+    def _install(self, hook: _Hook) -> None:
+        hook.owner.__dict__[hook.name] = hook
+        self._undo.append((hook.owner, hook.name, hook))
 
     def _is_in_use(self) -> bool:
         return self._is_open
@@ -140,6 +151,8 @@ class TrainerWatch:
     def close(self) -> None:
         """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
         self._is_open = False
+        for told in self._told:
+            told.clear()
         for owner, name, hook in reversed(self._undo):
             if owner.__dict__.get(name) is not hook:
                 continue

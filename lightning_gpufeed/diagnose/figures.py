@@ -21,6 +21,7 @@ from lightning_gpufeed.diagnose.shares import (
 __all__ = ["duration", "figures_for", "line", "notes_for", "percent", "readers_name"]
 
 _LOW_MEMORY_SHARE = 0.05
+_FEW_STEPS = 10
 _SPARE_MEMORY_SHARE = 0.5
 _IDLE_KERNELS_SHARE = 0.5
 
@@ -296,6 +297,11 @@ def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCount
         notes.append(
             f"Other processes keep about {taken:.1f} of {_cores(counters)} busy; without them all this is faster"
         )
+    if counters.steps.num_steps < _FEW_STEPS:
+        many = counters.steps.num_steps
+        notes.append(f"Only {many} steps were measured" if many > 1 else "Only one step was measured")
+    if counters.is_first and start_share(counters) >= 0.1:
+        notes.append(f"Starting the workers took {duration(counters.start_seconds)}")
     if counters.is_first and cause is not Cause.COMPUTE:
         cold = [one for one in counters.loader.files if one.cached_share is not None and one.cached_share < 0.9]
         where = (

@@ -10,6 +10,7 @@ Between two samples at least two hundred times what a sample takes goes by, so a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -30,7 +31,10 @@ __all__ = ["Observer", "Readers"]
 
 _FIRST_INTERVAL_SECONDS = 0.1
 _SHORT_SECONDS = 1.0
+_FEWEST_SECONDS = 0.02
+"""Of looks at the training thread's own loading, before anything is made of them."""
 _COST_RATIO = 200
+_INLINE_COST_RATIO = 1000
 _LOOK_FACTOR = 16
 """Batches are looked at further and further apart: number 0, 16, 256 ..."""
 
@@ -159,7 +163,7 @@ class Observer:
                 self._inline = self._inline + (after - before)
                 self._num_inline += 1
             now = time.perf_counter()
-            self._next_inline = now + _COST_RATIO * 2 * (now - begin)
+            self._next_inline = now + _INLINE_COST_RATIO * (now - begin)
 
     def look_at(self, batch: Any) -> None:
         """A batch passes by on the host.
@@ -229,8 +233,11 @@ class Observer:
         is_inline = not self.loader.is_ahead
         readers: Usage | None = self._inline if is_inline else self._all_readers()
         watched = self._num_inline if is_inline else self._watched_steps
-        if readers is None or not watched or readers.wall_seconds <= 0:
+        if readers is None or not watched or readers.wall_seconds <= (_FEWEST_SECONDS if is_inline else 0.0):
             readers = None
+        elif readers.queue_seconds is not None:  # counted at other moments than the rest
+            queue = min(readers.queue_seconds, max(0.0, readers.wall_seconds - readers.busy_seconds))
+            readers = dataclasses.replace(readers, queue_seconds=queue)
         return EpochCounters(
             epoch=self._epoch,
             is_first=self._is_first,

@@ -75,7 +75,9 @@ def sync_share(counters: EpochCounters, others: Sequence[EpochCounters]) -> floa
         Of the rank that waits for others most; 0 for one rank. Where a device computes, waiting for other ranks
         inside a step is part of its work and does not show.
     """
-    return max(_own_sync_share(one) for one in (counters, *others))
+    # What others wait because this rank waits for its own data is no synchronisation.
+    waits = counters.steps.wait_share
+    return max(0.0, _own_sync_share(counters), *(_own_sync_share(one) - waits for one in others))
 
 
 def _own_sync_share(counters: EpochCounters) -> float:

@@ -31,10 +31,13 @@ __all__ = ["judge", "worst_rank"]
 BOUND_SHARE = 0.05
 """A step that waits less than this is not made faster by a loader."""
 _COPY_SHARE = 0.15
+_COPIED_BYTES = 64 << 10
 _SYNC_SHARE = 0.10
 _HOST_SHARE = 0.15
 AMPLIFICATION = 2.2
 """Bytes read per byte delivered, in the stored type. Values of twice the width, delivered narrow, read 2.0."""
+_WORKER_SECONDS = 1e-3
+"""What handing a batch over from a worker may cost."""
 _READING_SHARE = 0.15
 _QUEUE_SHARE = 0.5
 _ASLEEP_SHARE = 0.5
@@ -101,8 +104,10 @@ def worst_rank(ranks: Sequence[EpochCounters]) -> tuple[EpochCounters, tuple[Epo
 def _cause_inside(counters: EpochCounters, others: Sequence[EpochCounters]) -> tuple[Cause, float]:
     """What a step does but wait for data and compute, and the share of the time that this takes."""
     steps = counters.steps
+    # Hooks around the transfer of next to nothing are no copy.
+    is_copied = counters.batch.num_bytes >= _COPIED_BYTES
     told = {
-        Cause.COPY: (steps.share(steps.copy_seconds), _COPY_SHARE),
+        Cause.COPY: (steps.share(steps.copy_seconds) if is_copied else 0.0, _COPY_SHARE),
         Cause.SYNC: (shares.sync_share(counters, others), _SYNC_SHARE),
         Cause.HOST: (steps.share(shares.host_seconds(counters)), _HOST_SHARE),
     }
@@ -139,8 +144,11 @@ def _cause_between_steps(counters: EpochCounters, model: LoadModel) -> Cause:
     asleep = usage.share(usage.asleep_seconds) if usage is not None else None
     if asleep is not None and asleep >= _ASLEEP_SHARE:
         return Cause.DISK
+    queue = usage.share(usage.queue_seconds) if usage is not None else None
+    if queue is not None and queue >= _QUEUE_SHARE:
+        return Cause.COMPUTE if counters.steps.wait_share < _SLOW_SHARE else Cause.LOADER
     # A worker has its price: where loading costs less than handing a batch over, it is no cure.
-    if cures.are_workers_worth_it(counters, model):
+    if model.wait >= _WORKER_SECONDS and cures.are_workers_worth_it(counters, model):
         return Cause.TOO_FEW_WORKERS
     if usage is None:
         return Cause.LOADER

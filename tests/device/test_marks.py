@@ -1,4 +1,4 @@
-"""The clock of the steps: what it counts on the CPU, and that it never waits for a device that runs behind."""
+"""Marks in the work of a device, and the clock of the steps: neither ever waits for a device that runs behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from lightning_gpufeed.device.marks import StepClock
+from lightning_gpufeed.device.marks import DeviceMarks, StepClock
 
 
 class QueuedEvent:
@@ -132,3 +132,54 @@ def test_a_new_start_forgets_steps_that_are_still_under_way(device):
     run_steps(clock, 1)
     QueuedEvent.num_reached = 6
     assert (clock.num_unfinished(), clock.num_steps, clock.seconds) == (0, 1, 1.0)
+
+
+# Marks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_mark_on_the_cpu_is_the_time():
+    marks = DeviceMarks(torch.device("cpu"))
+    assert not marks.is_cuda
+    before = time.perf_counter()
+    first, second = marks.mark(), marks.mark()
+    after = time.perf_counter()
+    assert marks.is_reached(first)
+    assert 0 <= marks.seconds(first, second) <= after - before
+    marks.recycle(first, second)
+    assert marks.seconds(before, marks.mark()) > 0
+
+
+def test_a_mark_is_reached_when_the_device_is_and_not_before(device):
+    marks = DeviceMarks(device)
+    assert marks.is_cuda
+    first, second = marks.mark(), marks.mark()
+    assert [marks.is_reached(first), marks.is_reached(second)] == [False, False]
+    QueuedEvent.num_reached = 1
+    assert [marks.is_reached(first), marks.is_reached(second)] == [True, False]
+    QueuedEvent.num_reached = 2
+    assert marks.seconds(first, second) == 1.0
+    assert [event.stream for event in QueuedEvent.queue] == ["stream of cuda:1"] * 2
+
+
+def test_a_mark_that_was_given_back_is_used_again_and_is_then_a_new_one(device):
+    marks = DeviceMarks(device)
+    first, second = marks.mark(), marks.mark()
+    QueuedEvent.num_reached = 2
+    marks.recycle(first)
+    again, other = marks.mark(), marks.mark()
+    assert again is first
+    assert len({id(mark) for mark in (second, again, other)}) == 3  # nobody else's mark was taken
+    assert not marks.is_reached(again)
+    QueuedEvent.num_reached = 4
+    assert marks.seconds(second, again) == 1.0
+    assert marks.seconds(again, other) == 1.0
+
+
+def test_marks_given_back_together_are_each_used_once(device):
+    marks = DeviceMarks(device)
+    made = [marks.mark() for _ in range(5)]
+    QueuedEvent.num_reached = 5
+    marks.recycle(*made)
+    marks.recycle()
+    assert {id(marks.mark()) for _ in range(5)} == {id(mark) for mark in made}
+    assert marks.mark() not in made

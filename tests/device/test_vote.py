@@ -65,6 +65,8 @@ def assert_alone(vote: HostVote) -> None:
     assert vote.minimum(3, -5, 2**62) == [3, -5, 2**62]
     assert vote.maximum(3, -5, 2**62) == [3, -5, 2**62]
     assert vote.minimum() == vote.maximum() == []
+    item = {"any": object()}
+    assert vote.collect(item) == [item]
     assert vote.num_votes == 0  # nobody was asked
 
 
@@ -105,6 +107,23 @@ def test_all_ranks_act_on_the_smallest_of_each_number(ranks):
 def test_all_ranks_can_act_on_the_largest_of_each_number(ranks):
     for result in ranks["votes"]:
         assert result["largest"] == [11, 20, -(2**62)]
+
+
+def test_what_each_rank_says_is_known_to_all_by_rank(ranks):
+    for result in ranks["collected"]:
+        assert result["ranks"] == [0, 1]
+        assert result["lengths"] == [0, 100_000]
+        assert result["values"] == [[None, 2.5, [0]], [None, 2.5, [1]]]
+        assert result["second"] == [["only rank 0"], None]
+        assert result["objects"] == [0, 1]
+
+
+def test_collecting_and_voting_take_turns_and_draw_nothing(ranks):
+    for rank, result in enumerate(ranks["collected"]):
+        assert result["smallest"] == [6]
+        assert result["num_votes"] == 4
+        assert not result["is_drawn"]
+        assert result["after"] == [rank]  # a closed vote asks nobody
 
 
 def test_a_closed_vote_asks_nobody_and_still_knows_its_rank(ranks):

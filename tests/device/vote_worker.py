@@ -52,6 +52,28 @@ def votes(rank: int, num_ranks: int) -> dict[str, Any]:
     return {**result, "after": vote.minimum(rank), "rank_after": vote.rank}
 
 
+def collected(rank: int, num_ranks: int) -> dict[str, Any]:
+    """What each has to say, of any size and kind, between votes on numbers."""
+    vote = HostVote()
+    state = torch.get_rng_state()
+    values = [vote.collect({"rank": rank, "text": "x" * 100_000 * rank, "values": [None, 2.5, (rank,)]})]
+    smallest = vote.minimum(7 - rank)
+    values += [vote.collect(None if rank else ["only rank 0"]), vote.collect(types.SimpleNamespace(rank=rank))]
+    kept = vote.num_votes
+    vote.close()
+    return {
+        "ranks": [one["rank"] for one in values[0]],
+        "lengths": [len(one["text"]) for one in values[0]],
+        "values": [one["values"] for one in values[0]],
+        "smallest": smallest,
+        "second": values[1],
+        "objects": [one.rank for one in values[2]],
+        "num_votes": kept,
+        "is_drawn": not torch.equal(torch.get_rng_state(), state),
+        "after": vote.collect(rank),
+    }
+
+
 def run(loop: HandLoop) -> dict[str, Any]:
     """One epoch."""
     with warnings.catch_warnings(record=True) as caught:
@@ -135,7 +157,16 @@ def in_vain(rank: int, num_ranks: int) -> dict[str, Any]:
     return {"error": "none"}
 
 
-SCENARIOS: list[Callable[[int, int], dict[str, Any]]] = [votes, pieces, orders, uneven, speeds, slowest, in_vain]
+SCENARIOS: list[Callable[[int, int], dict[str, Any]]] = [
+    votes,
+    collected,
+    pieces,
+    orders,
+    uneven,
+    speeds,
+    slowest,
+    in_vain,
+]
 
 
 def main(rank: int, num_ranks: int, folder: Path) -> None:
