@@ -5,12 +5,15 @@ The other side of each comparison has no code of ours but the order of the sampl
 - a DataModule: plain Lightning, torch's `DataLoader` over tensors that were prepared beforehand, with a sampler that
   gives the order of `lightning_gpufeed.hdf5.order`;
 - `BatchEcho` that does nothing, or has nothing to do: plain Lightning, the same loader;
-- `BatchEcho` that echoes: a training loop written by hand, in plain PyTorch.
+- `BatchEcho` that echoes: a training loop written by hand, in plain PyTorch;
+- `FeedMonitor`: plain Lightning; and with other callbacks of this package, the same ones without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_gpufeed import BatchEcho, H5DataModule, H5ImageDataModule, OOMRecovery
+from lightning_gpufeed import BatchEcho, FeedMonitor, H5DataModule, H5ImageDataModule, OOMRecovery
 from lightning_gpufeed.echo.plan import pass_seed, piece_bounds
 from lightning_gpufeed.hdf5.order import NoShuffle, Shuffle, WindowShuffle
 from tests.callbacks.echo_models import wait_until
@@ -30,6 +33,7 @@ from tests.datamodules.models import (
     MemoryLogger,
     OrderSampler,
     Recorder,
+    every_checkpoint,
     make_trainer,
     read,
     same_bits,
@@ -667,3 +671,117 @@ def test_a_batch_that_fits_whole_trains_as_without_the_callback(tmp_path, settin
     ours = fit_recovered(model, tmp_path, OOMRecovery(), **settings)
     assert model.failures == []
     assert differences(ours, plain) == []
+
+
+# FeedMonitor -------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Samples of which nobody knows how many there are."""
+
+    def __iter__(self) -> Any:
+        """One after the other, with noise from the generator that dropout draws from."""
+        return (Augmented()[index] for index in range(NUM_TRAIN))
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "no worker": shuffled_loader,
+    "one worker": lambda: shuffled_loader(num_workers=1),
+    "kept worker": lambda: shuffled_loader(num_workers=1, persistent_workers=True),
+    "noise": lambda: DataLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), batch_size=BATCH_SIZE),
+}
+
+
+def fit_watched(
+    model: Recorder, folder: Path, data: Any, callbacks: list[Any], *, seed: int = 3, **settings: Any
+) -> dict[str, Any]:
+    """Train, save after each step, and look at all random generators at the end."""
+    folder.mkdir()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    callbacks = [*callbacks, *every_checkpoint(folder / "each")]
+    loaders = [data, DataLoader(random_images(NUM_VAL, 1), batch_size=4)] if isinstance(data, DataLoader) else [data]
+    settings = {"enable_checkpointing": True, "num_sanity_val_steps": 1} | settings
+    seen = fit(model, folder, *loaders, callbacks=callbacks, **settings)
+    _, numpy_state, *numpy_rest = np.random.get_state()
+    seen["random"] = [torch.get_rng_state(), random.getstate(), numpy_state.tolist(), *numpy_rest]
+    seen["checkpoints"] = {
+        path.name: without_paths(torch.load(path, weights_only=True)) for path in sorted((folder / "each").iterdir())
+    }
+    seen["checkpoint"] = without_paths(seen["checkpoint"])
+    seen["logged"] = [
+        (step, figures)
+        for step, figures in seen["logged"]
+        if not any(name.startswith("gpufeed/") for name in figures)  # of times, which are never the same
+    ]
+    return seen
+
+
+def without_paths(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without what `ModelCheckpoint` says of where it is."""
+    kept = {name: state for name, state in checkpoint["callbacks"].items() if not name.startswith("ModelCheckpoint")}
+    return checkpoint | {"callbacks": kept}
+
+
+def watching(folder: Path) -> FeedMonitor:
+    """A monitor that does all it can as often as it can."""
+    return FeedMonitor(folder / "feed.html", table=False, first_seconds=1e-6, interval_seconds=0.1)
+
+
+@pytest.mark.parametrize("settings", ANY_TRAINING, ids=lambda settings: ",".join(settings) or "default")
+def test_training_under_watch_is_training_without_the_callback(tmp_path, settings):
+    plain = fit_watched(Regularised(schedule=True), tmp_path / "plain", shuffled_loader(), [], **settings)
+    monitor = watching(tmp_path)
+    ours = fit_watched(Regularised(schedule=True), tmp_path / "ours", shuffled_loader(), [monitor], **settings)
+    assert differences(ours, plain) == []
+    # Nothing of it in a checkpoint either; and it did watch.
+    assert ours["checkpoint"]["callbacks"] == {}
+    assert len(plain["checkpoints"]) > 3
+    assert len(monitor.records) > 1
+
+
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(LOADERS)))
+def test_training_under_watch_is_the_same_with_every_kind_of_loader(tmp_path, seed, name):
+    settings: dict[str, Any] = {"seed": seed, "max_epochs": 2}
+    if name == "stream":
+        settings["val_check_interval"] = 3
+    plain = fit_watched(Regularised(), tmp_path / "plain", LOADERS[name](), [], **settings)
+    ours = fit_watched(Regularised(), tmp_path / "ours", LOADERS[name](), [watching(tmp_path)], **settings)
+    assert differences(ours, plain) == []
+
+
+@pytest.mark.parametrize(("layout", "storage"), [("NCHW", "raw")])
+def test_training_on_our_own_data_under_watch_is_the_same(tmp_path, files, layout, storage):
+    data = {"val": files[1], "batch_size": BATCH_SIZE, "seed": SEED, "mean": MEAN, "std": STD}
+    results = [
+        fit_watched(Regularised(216), tmp_path / name, H5ImageDataModule(files[0], **data), callbacks, max_epochs=2)
+        for name, callbacks in (("plain", []), ("ours", [watching(tmp_path)]))
+    ]
+    assert differences(results[1], results[0]) == []
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "echo": lambda: BatchEcho(2, seed=4, scale_lr="keep"),
+    "recovery": lambda: OOMRecovery(grow_after=None),
+}
+ORDERS = [
+    order
+    for names in (["echo"], ["recovery"], ["echo", "recovery"])
+    for order in itertools.permutations([*names, "monitor"])
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: ",".join(order))
+def test_other_callbacks_do_the_same_under_watch_in_whatever_order(tmp_path, order):
+    results = []
+    for has_monitor in (False, True):
+        folder = tmp_path / str(has_monitor)
+        makers = OTHERS | {"monitor": lambda: watching(tmp_path)}
+        callbacks = [makers[name]() for name in order if has_monitor or name != "monitor"]
+        model = Failing(((1, "forward"), (4, "backward")) if "recovery" in order else ())
+        results.append(fit_watched(model, folder, shuffled_loader(), callbacks, max_epochs=2))
+        assert model.failures == []
+    assert differences(results[1], results[0]) == []
+    assert len(results[0]["checkpoint"]["callbacks"]) == len(order) - 1

@@ -16,6 +16,7 @@ import lightning_gpufeed
 PUBLIC_NAMES = [
     "BatchEcho",
     "FeedError",
+    "FeedMonitor",
     "GpuFeedError",
     "H5DataModule",
     "H5ImageDataModule",
