@@ -274,7 +274,11 @@ class FeedMonitor(Callback):
             except Exception as error:  # a training does not end for the figures of its monitor
                 rank_zero_warn(f"FeedMonitor: {type(logger).__name__} did not take its figures ({error}).")
         if self._has_table and not is_interim:
-            print_table(self.records)
+            try:
+                print_table(self.records)
+            except (Exception, SystemExit) as error:  # a closed pipe, a full disk: the training goes on
+                self._has_table = False
+                rank_zero_warn(f"FeedMonitor: the table could not be printed ({error!r}); no more tables.")
         if self._report_path is not None:
             try:
                 write_page(self._report_path, self.records)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from lightning_gpufeed.hdf5.access import open_file
 from lightning_gpufeed.hdf5.inspection import inspect_file
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.loader import H5Loader
+from lightning_gpufeed.hdf5.report import Advice
 from lightning_gpufeed.hdf5.residency import cached_share
 
 __all__ = ["cached_files", "describe_loader", "find_readers", "is_ready", "name_files", "open_files"]
@@ -296,9 +298,16 @@ def _completed(file: FileFacts, share: float | None) -> FileFacts:
         filters=tuple(main.filters),
         is_direct=file.is_direct,
         order=file.order,
-        command=report.advice.command,
+        command=_exact(report.advice),
         cached_share=share,
     )
+
+
+def _exact(advice: Advice) -> str | None:
+    """The line to type, without what would round values."""
+    if advice.command is None or "rounded" not in advice.reason:
+        return advice.command
+    return re.sub(r"--scale \S+", "--keep-dtype", advice.command)
 
 
 def _has_many_datasets(h5_file: Any) -> bool:

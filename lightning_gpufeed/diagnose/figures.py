@@ -96,6 +96,8 @@ def figures_for(
     if cause is Cause.SYNC:
         return tuple(_sync_texts(counters, others))
     chosen = texts.get(cause, _reader_texts)(counters)
+    if cause is Cause.CPU:
+        chosen.append("the rest in their own code: decoding, transforms, collating")
     if cause is Cause.DECODE:
         chosen += [_layout_text(one) for one in counters.loader.files if not one.is_direct]
     if cause in (Cause.CPU, Cause.DECODE, Cause.KERNEL, Cause.CONVERSION) and model.parts is not None:

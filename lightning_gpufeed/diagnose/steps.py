@@ -191,7 +191,10 @@ class StepTimer:
         if self._marks.is_cuda and not step.marks:  # a batch that was not moved: it was there already
             self._mark(step)
             self._mark(step)
-        step.compute_begin, step.is_computing = time.perf_counter(), True
+        # What is done to a batch on the device before the step belongs to computing.
+        is_after_copy = bool(step.spans) and step.spans[-1][0] == "copy"
+        step.compute_begin = step.spans[-1][2] if is_after_copy else time.perf_counter()
+        step.is_computing = True
         if self._has_ranks:
             step.cpu_begin = time.thread_time()
 

@@ -54,6 +54,7 @@ _DECODE_SECONDS, _DECODE_SHARE = 3e-9, 0.3
 _FREE_CORES_SHARE = 0.75
 """Where readers and training take less than this of the cores, more readers find one."""
 _SATURATED_SHARE = 0.7
+_PYTHON_SECONDS = 150e-6
 _WIDENED_SHARE = 0.5
 _CONVERT_SHARE = 0.2
 
@@ -209,7 +210,10 @@ def _cause_of_work(counters: EpochCounters, model: LoadModel) -> Cause:
     # Without unit costs all of it is "other", and says nothing.
     has_costs = parts is not None and counters.machine.costs is not None
     does_more = has_costs and parts is not None and parts.other > 0.6 * parts.busy
-    if usage.user_seconds > usage.system_seconds and (does_more or not is_widened):
+    if does_more and parts is not None and loader.files and batch.num_samples:
+        # HDF5's own work for a sample, and Python's, is no transform.
+        does_more = parts.other > _PYTHON_SECONDS * batch.num_samples
+    if usage.user_seconds > usage.system_seconds and (does_more or not (is_widened or loader.files)):
         return Cause.CPU
     if has_costs and parts is not None:
         is_widened &= parts.convert + 0.75 * parts.ship >= _CONVERT_SHARE * parts.busy

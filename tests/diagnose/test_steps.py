@@ -454,7 +454,8 @@ def play(timer: StepTimer, books: Books, plan: SimpleNamespace) -> None:
         timer.end_copy()
     if plan.broken_at == "copy":
         return
-    books.spend("hooks", plan.gaps[1])
+    # What is done to a batch on the device once it is there is computing.
+    books.spend("hooks" if plan.copy is None else "compute", plan.gaps[1])
     timer.begin_compute()
     for before, wait in plan.inner:
         books.spend("compute", before)
