@@ -95,13 +95,7 @@ def main() -> int:
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rounds = [
-            [
-                (observe(one, Path(folder), options.samples), after(one, Path(folder), options.samples))
-                for one in PIPELINES
-            ]
-            for _ in range(options.rounds)
-        ]
+        rounds = [[pair(one, Path(folder), options.samples) for one in PIPELINES] for _ in range(options.rounds)]
     for number, pipeline in enumerate(PIPELINES):
         rows.append(row(pipeline, [one[number] for one in rounds]))
     print_rows(rows)
@@ -117,9 +111,11 @@ def main() -> int:
     return 0 if num_right == len(rows) and num_close >= 3 and share < 0.01 else 1
 
 
-def after(pipeline: Pipeline, folder: Path, num_samples: int) -> Any:
-    """The same with its first cure applied; None where there is none."""
-    return observe(pipeline.cured(), folder, num_samples) if pipeline.cure else None
+def pair(pipeline: Pipeline, folder: Path, num_samples: int) -> tuple[Any, Any]:
+    """The record of a pipeline, and of the same with its first cure applied; None where there is none."""
+    before = observe(pipeline, folder, num_samples)
+    first = before.verdict.cures[0].name if before.verdict.cures else None
+    return before, observe(pipeline.cured(first), folder, num_samples) if first in pipeline.cures else None
 
 
 def row(pipeline: Pipeline, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -138,16 +134,18 @@ def row(pipeline: Pipeline, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         "range": None,
         "gain": None,
     }
-    cures = [one.verdict.cures[0] for one, _ in pairs if one.verdict.cures]
-    if pipeline.cure and cures:
-        after_seconds = statistics.median(two.counters.steps.step_seconds for _, two in pairs)
-        result["cure"] = cures[0].name
-        result["predicted"] = statistics.median(cure.gain for cure in cures)
-        result["range"] = [
-            statistics.median(cure.low for cure in cures),
-            statistics.median(cure.high for cure in cures),
-        ]
-        result["gain"] = before / after_seconds
+    # Of the rounds that name the cure that most of them name.
+    tried = [(one.verdict.cures[0], one, two) for one, two in pairs if two is not None]
+    names = [cure.name for cure, _, _ in tried]
+    if names:
+        name = max(set(names), key=names.count)
+        tried = [entry for entry in tried if entry[0].name == name]
+        result["cure"] = name
+        result["predicted"] = statistics.median(cure.gain for cure, _, _ in tried)
+        result["range"] = [statistics.median(getattr(cure, end) for cure, _, _ in tried) for end in ("low", "high")]
+        result["gain"] = statistics.median(
+            one.counters.steps.step_seconds / two.counters.steps.step_seconds for _, one, two in tried
+        )
     return result
 
 

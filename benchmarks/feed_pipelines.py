@@ -96,7 +96,7 @@ class PauseModel(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.moved is not None:
-            self.moved(batch)
+            self.moved(batch["images"] if isinstance(batch, dict) else batch)
         time.sleep(self.seconds)
         return self.scale * 0.5
 
@@ -119,7 +119,7 @@ class Pipeline:
         moved: What the step does to a batch beside that.
         stored: A transform whose results the file holds.
         is_own: Whether the file is fed by H5DataModule.
-        cure: What the first cure changes, as fields of this class.
+        cures: What each cure changes, as fields of this class, by its name.
     """
 
     name: str
@@ -132,11 +132,11 @@ class Pipeline:
     is_own: bool = False
     moved: Callable[[torch.Tensor], torch.Tensor] | None = None
     stored: Callable[[np.ndarray], np.ndarray] | None = None
-    cure: dict[str, Any] = field(default_factory=dict)
+    cures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def cured(self) -> Pipeline:
-        """The same after its first cure."""
-        return dataclasses.replace(self, **self.cure, cure={})
+    def cured(self, name: str) -> Pipeline:
+        """The same after a cure."""
+        return dataclasses.replace(self, **self.cures[name])
 
     def file(self, folder: Path, num_samples: int) -> Path:
         """Its file, written once."""
@@ -166,16 +166,37 @@ class Pipeline:
         return PauseModel(self.step_seconds, self.moved)
 
 
+_OWN: dict[str, Any] = {"is_own": True, "num_workers": 0, "transform": None}
+
 PIPELINES = [
-    Pipeline("page-cached rows", "kernel-bound", step_seconds=0.001, cure={"is_own": True}),
-    Pipeline("chunked file, random rows", "read amplification", rows_per_chunk=CHUNK_SAMPLES, cure={"is_own": True}),
+    Pipeline("page-cached rows", "kernel-bound", step_seconds=0.001, cures={"H5DataModule": _OWN}),
+    Pipeline(
+        "chunked file, random rows",
+        "read amplification",
+        rows_per_chunk=CHUNK_SAMPLES,
+        cures={"H5DataModule": _OWN, "chunk order": {"rows_per_chunk": 1}},
+    ),
     Pipeline(
         "uint8 made float32 in the worker",
         "conversion on the host",
         transform=to_float,
-        cure={"transform": None, "moved": to_float_batch},
+        cures={
+            "uint8 on the host": {"transform": None, "moved": to_float_batch},
+            "H5DataModule": {**_OWN, "moved": to_float_batch},
+        },
     ),
-    Pipeline("heavy float transform", "transform-bound", transform=heavy, cure={"transform": None, "stored": heavy}),
-    Pipeline("six workers on two cores", "too many workers", transform=heavy, num_workers=6, cure={"num_workers": 2}),
+    Pipeline(
+        "heavy float transform",
+        "transform-bound",
+        transform=heavy,
+        cures={"transform once": {"transform": None, "stored": heavy}},
+    ),
+    Pipeline(
+        "six workers on two cores",
+        "too many workers",
+        transform=heavy,
+        num_workers=6,
+        cures={"2 workers": {"num_workers": 2}},
+    ),
     Pipeline("slow step, fast loader", "compute-bound", step_seconds=0.06, batch_size=8),
 ]

@@ -106,3 +106,12 @@ def test_the_training_that_runs_out_of_memory_ends_as_the_one_that_does_not(outp
     assert found == pytest.approx(expected, abs=2e-6)  # as it is printed
     # float32 sums in another order, over six batches. A batch that is left out changes 4 %.
     assert float(re.search(r"differ by ([\d.e-]+) of their size", output)[1]) < 1e-5
+
+
+def test_the_training_that_waits_says_why_and_waits_less_after_the_first_cure(output_of):
+    slow, cured = output_of("feed_monitor.py").split("after the first cure")
+    assert "read amplification" in slow
+    assert "H5DataModule" in slow
+    assert "read amplification" not in cured
+    before, after = (float(re.search(r"steps in ([\d.]+) s", text)[1]) for text in (slow, cured))
+    assert after < before

@@ -210,10 +210,11 @@ def _cause_of_work(counters: EpochCounters, model: LoadModel) -> Cause:
     # Without unit costs all of it is "other", and says nothing.
     has_costs = parts is not None and counters.machine.costs is not None
     does_more = has_costs and parts is not None and parts.other > 0.6 * parts.busy
-    if does_more and parts is not None and loader.files and batch.num_samples:
+    is_transforming = does_more or not is_widened
+    if has_costs and parts is not None and loader.files and batch.num_samples:
         # HDF5's own work for a sample, and Python's, is no transform.
-        does_more = parts.other > _PYTHON_SECONDS * batch.num_samples
-    if usage.user_seconds > usage.system_seconds and (does_more or not (is_widened or loader.files)):
+        is_transforming &= parts.other > _PYTHON_SECONDS * batch.num_samples
+    if usage.user_seconds > usage.system_seconds and is_transforming:
         return Cause.CPU
     if has_costs and parts is not None:
         is_widened &= parts.convert + 0.75 * parts.ship >= _CONVERT_SHARE * parts.busy

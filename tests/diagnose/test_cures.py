@@ -68,7 +68,7 @@ def commands(text: str) -> list[list[str]]:
         ("chunk order", {**KERNEL, "read_ratio": 16.0, "loader": workers(2, files=(replace(COMPRESSED, order=None),))}),
         ("smaller samples", {**KERNEL, "read_ratio": 32.0}),  # of files nothing is known
         ("chunk order", {**BUSY, "loader": replace(OWN, files=(COMPRESSED,)), "read_ratio": 0.0}),
-        ("uint8 on the host", {**KERNEL, "batch": WIDENED, "read_ratio": 0.25}),
+        ("uint8 on the host", {**KERNEL, "batch": WIDENED, "read_ratio": 0.25, "steps": steps_of(0.6, idle=0.6)}),
         ("transform on the device", {**BUSY, "batch": FLOATS, "read_ratio": 0.25, "steps": steps_of(0.6, idle=0.6)}),
         ("1 worker", {**BUSY, "loader": INLINE, "steps": steps_of(0.4, step_seconds=0.02), "main_user": 0.6}),
         ("4 workers", {**ASLEEP, "loader": workers(2)}),
