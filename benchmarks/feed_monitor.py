@@ -93,6 +93,7 @@ def main() -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
+    torch.set_num_threads(1)  # beside workers on the same cores, a team of threads waits for its slowest member
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         rounds = [[pair(one, Path(folder), options.samples) for one in PIPELINES] for _ in range(options.rounds)]

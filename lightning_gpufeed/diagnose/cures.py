@@ -164,7 +164,7 @@ def _own_feed(counters: EpochCounters, model: LoadModel) -> Cure | None:
         # What a Dataset does to samples has to be done elsewhere then: in the file, or on the device.
         most=1.0 if parts.other > 0.6 * parts.busy else min(1.0, left),
         becomes_ahead=True,
-        moved=parts.convert,
+        moved=0.5 * parts.convert,
     )
 
 
@@ -225,8 +225,8 @@ def _uint8(counters: EpochCounters, model: LoadModel) -> Cure | None:
         lefts[2] = 1.0
     if counters.machine.costs is None:  # converting may be all that they do
         lefts[1] = 0.0
-    # Where the host computes, it converts in the step what readers no longer do.
-    moved = parts.convert
+    # Where the host computes, it converts in the step what readers no longer do; a whole batch at once takes less.
+    moved = 0.5 * parts.convert
     return model.cure("uint8 on the host", action, lefts[0], least=lefts[1], most=lefts[2], moved=moved)
 
 
