@@ -50,7 +50,7 @@ check: setup  ## lint, format, types, import directions
 	$(BIN)/lint-imports
 
 test: setup  ## run the whole test suite
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 bench: setup  ## run every benchmark and print its tables
 	@for script in benchmarks/bench_*.py; do \

@@ -5,6 +5,7 @@
     before  same seeds; a list of threads, processes, HDF5 files, environment, directory
     after   process group destroyed, directory, environment and torch settings put back
             a new thread, process or open HDF5 file, a moved directory, a changed variable: the test fails
+            garbage collected
 
 Tests marked `gpu` are skipped where there is no CUDA device.
 """
@@ -28,8 +29,8 @@ import psutil
 import pytest
 import torch
 
-GRACE_SECONDS = 2.0
-"""How long a thread or process that was told to stop may take to do so."""
+GRACE_SECONDS = 10.0
+"""How long a thread or process that was told to stop may take to do so, on a machine that is busy with others."""
 
 H5_NAME = re.compile(r"\.(h5|hdf5)\b")
 
@@ -54,6 +55,9 @@ SET_BY_LIBRARIES = frozenset(
 
 CALL_FAILED = pytest.StashKey[bool]()
 
+# With tensors as small as those of the tests, the cores would only wait for each other.
+torch.set_num_threads(1)
+
 # The first example of a property pays for imports and page faults, so a deadline per example would fail at
 # random; pytest-timeout bounds the whole test. On CI the examples are the same in every run.
 hypothesis.settings.register_profile("gpufeed", deadline=None, derandomize="CI" in os.environ)
@@ -67,9 +71,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of the garbage collector's rounds, which would look through all of it each time."""
-    gc.collect()
-    gc.freeze()
+    """Begin with what was imported, and nothing to collect."""
+    _collect_garbage()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Collect what a test left for the garbage collector, once its fixtures are gone too."""
+    result = yield
+    _collect_garbage()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,6 +127,16 @@ def _same_start() -> Iterator[None]:
     # Asked first, because setting it imports torch's compiler, which takes a second.
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
+
+
+def _collect_garbage() -> None:
+    """Collect garbage, and keep all that is left out of further rounds.
+
+    Out of memory, the package collects garbage itself: hundreds of times in these tests. Each time that would look
+    through everything that was ever imported, and through what libraries keep of every test.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _destroy_process_group() -> None:

@@ -18,10 +18,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 INNER_TESTS = """
-import os, random, subprocess, sys, threading, time, warnings
+import gc, os, random, subprocess, sys, threading, time, warnings
 import h5py, numpy, psutil, pytest, torch, torch.distributed
 
 KEPT = []   # what is left behind on purpose
+LISTS = []  # which the garbage collector looks through
 DRAWN = []  # what the random generators gave
 START = os.getcwd()
 
@@ -73,10 +74,18 @@ def test_same_start(turn):
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.is_grad_enabled()
     assert not torch.distributed.is_initialized()
+    assert torch.get_num_threads() == 1
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
     torch.use_deterministic_algorithms(True)
     torch.set_grad_enabled(False)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+def test_keeps_many_objects():
+    LISTS.extend([] for _ in range(100_000))
+
+def test_the_garbage_collector_looks_at_few():
+    assert len(gc.get_objects()) < 50_000
 
 @pytest.mark.gpu
 def test_needs_a_device():
@@ -94,7 +103,7 @@ def inner_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[
     (folder / "tests").mkdir()
     shutil.copy(ROOT / "pyproject.toml", folder)
     # What is left behind on purpose is not waited for as long as what a busy machine is slow to end.
-    code, long, short = (ROOT / "tests" / "conftest.py").read_text(), "GRACE_SECONDS = 2.0\n", "GRACE_SECONDS = 0.5\n"
+    code, long, short = (ROOT / "tests" / "conftest.py").read_text(), "GRACE_SECONDS = 10.0\n", "GRACE_SECONDS = 1.0\n"
     assert code.count(long) == 1
     (folder / "tests" / "conftest.py").write_text(code.replace(long, short))
     (folder / "tests" / "test_inner.py").write_text(INNER_TESTS)
@@ -161,6 +170,10 @@ def test_a_variable_that_lightning_sets_is_put_back_without_a_word(inner_run):
 @pytest.mark.parametrize("turn", [0, 1])
 def test_every_test_starts_with_the_same_seeds_and_settings_and_no_process_group(inner_run, turn):
     assert inner_run[f"test_same_start[{turn}]"] == []
+
+
+def test_what_earlier_tests_keep_costs_no_time_in_the_garbage_collector(inner_run):
+    assert inner_run["test_the_garbage_collector_looks_at_few"] == []
 
 
 def test_a_gpu_test_is_skipped_without_a_device(inner_run):

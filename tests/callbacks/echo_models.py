@@ -20,11 +20,11 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_gpufeed import BatchEcho
+from lightning_gpufeed.device.feed import Feed
 from tests.datamodules.models import make_trainer
+from tests.doubles import WAIT_SECONDS
 
 NUM_FEATURES = 5
-WAIT_SECONDS = 20.0
-"""How long a test waits for what has to come, before it fails."""
 
 
 def features(numbers: torch.Tensor) -> torch.Tensor:
@@ -414,15 +414,23 @@ class Pace:
             self.gate.open(sys.maxsize)
 
 
+class _Demand:
+    """How many batches of a feed were asked for, which one is being made, and whether it is over."""
+
+    num_asked, making, is_over = 0, 0, False
+
+    def is_waited_for(self) -> bool:
+        """Whether whoever trains can do nothing before the batch in the making is there."""
+        return self.is_over or self.num_asked > self.making
+
+
 class VirtualClock:
     """A clock that goes on only when somebody works: put in the place of the module `time`.
 
     One thread loads, one trains. Whoever trains lets time pass, and meets a batch that is due by then; whoever is
-    blocked lets the time pass that he waits for.
+    blocked lets the time pass that he waits for. Who is blocked is known from what was asked of the feed between the
+    two, for which `feed` stands in: nothing depends on how fast this machine is.
     """
-
-    BLOCKED_SECONDS = 0.2
-    """After so long in which nobody let time pass, whoever trains is blocked."""
 
     def __init__(self) -> None:
         """At zero."""
@@ -431,6 +439,30 @@ class VirtualClock:
         self._due: float | None = None
         self._loaded: float | None = None
         self._changed = threading.Condition()
+        self._of_thread = threading.local()
+
+    def feed(self, produce: Callable[[int], Any], *arguments: Any, **settings: Any) -> Feed[Any]:
+        """A `Feed` that tells what is asked of it."""
+        clock, demand = self, _Demand()
+
+        class Asked(Feed[Any]):
+            def __next__(self) -> Any:
+                with clock._changed:
+                    demand.num_asked += 1
+                    clock._changed.notify_all()
+                return super().__next__()
+
+            def close(self, timeout_seconds: float | None = None) -> None:
+                with clock._changed:
+                    demand.is_over = True
+                    clock._changed.notify_all()
+                super().close(timeout_seconds)
+
+        def counted(number: int) -> Any:
+            clock._of_thread.demand, demand.making = demand, number
+            return produce(number)
+
+        return Asked(counted, *arguments, **settings)
 
     def perf_counter(self) -> float:
         """Seconds since the begin; right after loading, when that was done, though others may have gone on since."""
@@ -460,11 +492,11 @@ class VirtualClock:
             self.now += seconds
             return
         with self._changed:
-            self._due = self.now + seconds
-            while self.now < self._due:
-                if not self._changed.wait(self.BLOCKED_SECONDS):
-                    self.now = max(self.now, self._due)
-            self._loaded, self._due = self._due, None
+            self._due = due = self.now + seconds
+            demand: _Demand = self._of_thread.demand
+            assert self._changed.wait_for(lambda: self.now >= due or demand.is_waited_for(), WAIT_SECONDS)
+            self.now = max(self.now, due)
+            self._loaded, self._due = due, None
 
 
 class TimedDataset(Dataset[Any]):

@@ -696,6 +696,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     made = VirtualClock()
     for module in (batch_echo, fetcher, measures, marks):
         monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(fetcher, "Feed", made.feed)
     return made
 
 

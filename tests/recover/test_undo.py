@@ -202,7 +202,9 @@ def test_tensor_subclasses_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.Generator()], ids=repr
+    "value",
+    [object(), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.Generator()],
+    ids=["object", "sparse", "meta", "generator"],
 )
 def test_what_cannot_be_saved_is_said(value: Any) -> None:
     tensor = torch.ones(1)
