@@ -313,7 +313,9 @@ class Threaded(Bare):
 
 
 @pytest.mark.parametrize(
-    "loader", [None, [], [1, 2], Bare(), Raising(), Strange(), Answering(), torch.ones(4, 2)], ids=repr
+    "loader",
+    [None, [], [1, 2], Bare(), Raising(), Strange(), Answering(), torch.ones(4, 2)],
+    ids=["none", "empty", "list", "bare", "raising", "strange", "answering", "tensor"],
 )
 def test_of_a_class_that_nobody_knows_nothing_is_made_up(loader):
     for one in (loader, CombinedLoader(loader)) if loader is not None else (loader,):

@@ -444,8 +444,8 @@ def test_memory_is_flat_over_the_epochs_and_does_not_grow_with_the_file(tmp_path
     assert run.returncode == 0, run.stderr
     kib = {int(size): epochs for size, epochs in json.loads(run.stdout.splitlines()[-1]).items()}
     assert [len(epochs) for epochs in kib.values()] == [5, 5]
-    # Medians, because the last float batch, of 12 MiB, is still there or not at the moment an epoch ends. One batch
-    # kept per epoch would be 6 MiB between the two; measured: 0.3 MiB, of the allocator.
-    assert median(kib[large][2:]) - median(kib[large][:3]) < 4 << 10
+    # The least of each, because the last float batch, of 12 MiB, is still there or not at the moment an epoch ends. One
+    # batch kept per epoch would be 6 MiB or more between the two; measured: 0.3 MiB, of the allocator.
+    assert min(kib[large][2:]) - min(kib[large][:3]) < 4 << 10
     # Measured: 10 MiB for order, block positions and allocator; the file is 387 MB larger.
     assert median(kib[large]) - median(kib[small]) < 32 << 10
