@@ -54,9 +54,14 @@ def running(loader: Any) -> Iterator[set[int]]:
         # Workers take turns, so after a few batches each has made one.
         yield set(pids_in([next(iterator) for _ in range(4)]))
     finally:
-        del iterator
+        # Ended by name: otherwise workers end when the garbage collector comes to it.
+        iterations = [iterator, *getattr(getattr(loader, "_iterator", None), "iterators", [])]
         for one in getattr(loader, "flattened", [loader]):
-            one._iterator = None  # ends workers that are kept
+            iterations.append(one._iterator)
+            one._iterator = None
+        for iteration in iterations:
+            getattr(iteration, "_shutdown_workers", lambda: None)()
+        del iterator, iteration, iterations
         if isinstance(loader, CombinedLoader):
             loader.reset()
 
