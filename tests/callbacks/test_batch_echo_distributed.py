@@ -21,12 +21,12 @@ from tests.doubles import free_port, run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(280),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to:UserWarning"),
 ]
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240
 WORLD_SIZE = 2
 # 25 = 3 full steps of 2 x 4 and one sample, which joins the step before.
 NUM_TRAIN, NUM_VAL, BATCH_SIZE = 25, 10, 4

@@ -26,7 +26,7 @@ from tests.datamodules.models import Recorder, every_checkpoint, make_trainer
 def trainer_of(plan: dict[str, Any], **settings: Any) -> Any:
     """A Trainer in the group of these processes. A rank that waits in vain for the others fails instead."""
     strategy = settings.pop("strategy", None) or DDPStrategy(
-        process_group_backend="gloo", timeout=timedelta(seconds=20)
+        process_group_backend="gloo", timeout=timedelta(seconds=60)
     )
     return make_trainer(strategy=strategy, devices=plan["world_size"], **settings)
 

@@ -22,13 +22,13 @@ from tests.doubles import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(280),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to:UserWarning"),
     pytest.mark.filterwarnings("ignore:batch_size .* is more than the dataset has:UserWarning"),
 ]
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240
 # 25 = 3 full steps of 2 x 4 and one sample, which joins the step before; with 3 ranks 25 = 2 x 12 + 1.
 NUM_TRAIN, NUM_VAL, NUM_TEST, BATCH_SIZE = 25, 10, 7, 4
 

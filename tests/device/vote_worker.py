@@ -146,7 +146,7 @@ def slowest(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def in_vain(rank: int, num_ranks: int) -> dict[str, Any]:
     """One rank votes, the other one does not; this leaves the group unusable."""
-    vote, folder = HostVote(timedelta(seconds=0.5)), Path(sys.argv[3])
+    vote, folder = HostVote(timedelta(seconds=2)), Path(sys.argv[3])
     if rank > 0:
         wait_until((folder / "in_vain.0.json").exists)
         return {}
@@ -172,7 +172,7 @@ SCENARIOS: list[Callable[[int, int], dict[str, Any]]] = [
 def main(rank: int, num_ranks: int, folder: Path) -> None:
     """Run all scenarios in one process group."""
     store = distributed.FileStore(str(folder / "store"), num_ranks)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=20))
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     for scenario in SCENARIOS:
         (folder / f"{scenario.__name__}.{rank}.json").write_text(json.dumps(scenario(rank, num_ranks)))
     distributed.destroy_process_group()

@@ -982,7 +982,7 @@ def test_a_killed_packer_leaves_no_decoding_process_and_the_next_one_goes_on(tmp
     assert len(children) >= 3  # the server and two decoding processes
     first.kill()
     first.wait(timeout=30)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     lines = finished(program(PACK_PHOTOS, tmp_path / "photos", tmp_path / "x.h5", "go")).splitlines()
     assert lines[-1] == "80"

@@ -349,8 +349,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*broadcast_buffers")  # the old name, which older releases know as well
     plan = json.loads(Path(sys.argv[1]).read_text())
-    distributed.init_process_group("gloo", rank=RANK, world_size=NUM_RANKS, timeout=timedelta(seconds=20))
-    vote = HostVote(timedelta(seconds=20))
+    distributed.init_process_group("gloo", rank=RANK, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+    vote = HostVote(timedelta(seconds=60))
     for scenario in SCENARIOS:
         try:
             result = scenario(vote)
