@@ -443,9 +443,9 @@ def test_memory_is_flat_over_the_epochs_and_does_not_grow_with_the_file(tmp_path
     assert run.returncode == 0, run.stderr
     kib = {int(size): epochs for size, epochs in json.loads(run.stdout.splitlines()[-1]).items()}
     assert [len(epochs) for epochs in kib.values()] == [5, 5]
-    # The least of the last two against the most of the first two, because the last float batch, of 12 MiB, is still there
-    # or not at the moment an epoch ends. One batch of bytes kept per epoch would be 6 MiB between the two; measured: 0.3
-    # MiB, of the allocator.
+    # The least of the last two against the most of the first two, because the last float batch, of 12 MiB, is still
+    # there or not at the moment an epoch ends. One batch of bytes kept per epoch would be 6 MiB between the two;
+    # measured: 0.3 MiB, of the allocator.
     assert min(kib[large][3:]) - max(kib[large][:2]) < 4 << 10
     # Measured: 10 MiB for order, block positions and allocator; the file is 387 MB larger.
     assert min(kib[large]) - min(kib[small]) < 32 << 10
