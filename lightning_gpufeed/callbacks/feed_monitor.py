@@ -61,7 +61,8 @@ class FeedMonitor(Callback):
     ====================================  ===================================================================
 
     What stays bitwise equal: everything. Nothing is read ahead, copied, or drawn from a random generator; no step
-    waits for the device, and no step has a collective. Cost: below 1 % of steps of 5 ms or more.
+    waits for the device, and no step has a collective. Cost: about 0.1 ms a step, below 1 % of
+    steps of 12 ms or more.
 
     On a CUDA device waiting is what leaves the device idle, by events in its own queue; elsewhere it is the time that
     the training loop is blocked. Several ranks: at the end of an epoch their counters are gathered once, on the

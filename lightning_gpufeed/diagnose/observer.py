@@ -5,7 +5,7 @@
     begin_epoch     | step | step | step | ...                     | counters()
     /proc, pressure ^ first sample ^ after 0.1 s  ^ 0.2 s ... 1 s  ^ as of the latest sample
 
-Between two samples at least two hundred times what a sample takes goes by, so all of it stays below half a percent.
+Between two samples at least two hundred times what a sample takes goes by, so looking stays below half a percent.
 """
 
 from __future__ import annotations
