@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing
 import threading
@@ -25,6 +26,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -877,27 +879,33 @@ def test_the_bars_have_these_names_for_what_they_show(capsys):
 # torch -------------------------------------------------------------------------------------------------------
 
 
-# What a Trainer tells its profiler: FeedMonitor listens -------------------------------------------------------------
+# Where FeedMonitor hooks in ------------------------------------------------------------------------------------------
 
 
-class Listening(pl.Callback):
-    """Notes what the profiler is told from the start of the training on, where FeedMonitor listens: on the instance."""
+class Hooking(pl.Callback):
+    """Notes each call of methods that it replaces on the Trainer's own instances from `on_fit_start` on."""
 
-    def __init__(self, events: list[str]) -> None:
-        """Note into a common list."""
-        self.events = events
+    def __init__(self, events: list[str], find: Callable[[pl.Trainer], list[tuple[Any, str]]]) -> None:
+        """Note into a common list what happens to the methods found."""
+        self.events, self.find = events, find
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to listen."""
-        for name, mark in (("start", ""), ("stop", "/")):
-            own = getattr(trainer.profiler, name)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hook in, where FeedMonitor does."""
+        for owner, name in self.find(trainer):
+            owner.__dict__[name] = self.telling(name, getattr(owner, name))
 
-            def told(action_name: str, own: Callable[..., Any] = own, mark: str = mark) -> None:
-                if not action_name.startswith("[Callback]"):
-                    self.events.append(mark + action_name)
-                own(action_name)
+    def telling(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The same method, noted."""
 
-            trainer.profiler.__dict__[name] = told
+        @functools.wraps(own)
+        def told(*arguments: Any) -> Any:
+            self.events.append(name)
+            try:
+                return own(*arguments)
+            finally:
+                self.events.append(f"/{name}")
+
+        return told
 
 
 def heard(events: list[str], *interesting: str) -> list[str]:
@@ -905,68 +913,121 @@ def heard(events: list[str], *interesting: str) -> list[str]:
     return [event for event in events if any(part in event for part in interesting)]
 
 
-def test_the_fetch_of_a_batch_is_an_action_named_after_the_loop():
-    """TrainerWatch measures the wait for data by it. If this fails, look at `_TrainingEpochLoop._on_before_fetch`: no
+def fetches(trainer: pl.Trainer) -> list[tuple[Any, str]]:
+    loop = trainer.fit_loop.epoch_loop
+    return [(loop, "_on_before_fetch"), (loop, "_on_after_fetch")]
+
+
+FETCH = ["_on_before_fetch", "/_on_before_fetch", "next", "_on_after_fetch", "/_on_after_fetch"]
+
+
+def test_the_fetch_of_a_batch_is_between_two_methods_found_on_the_loop():
+    """TrainerWatch measures the wait for data by them. If this fails, look at `_TrainingEpochLoop.on_run_start`: no
     wait would be seen, and every training be called compute-bound.
     """
     events: list[str] = []
-    trainer = make_trainer(max_epochs=2, callbacks=[Listening(events)])
-    trainer.fit(Model(events), Data(events))
-    action = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-    fetches = heard(events, "train_dataloader_next", "next")
+    make_trainer(max_epochs=2, callbacks=[Hooking(events, fetches)]).fit(Model(events), Data(events))
     # The end of the second epoch is not asked for either: the loader has a length.
-    assert fetches == [action, "next", f"/{action}"] * NUM_BATCHES * 2
+    assert heard(events, "_fetch", "next") == FETCH * NUM_BATCHES * 2
 
 
-def test_a_fetch_that_fails_or_finds_the_end_is_an_action_that_stops_too():
-    """StepTimer takes the stop for the end of the wait, and a step without compute for none. If this fails, look at
+def test_a_fetch_that_fails_or_finds_the_end_is_followed_by_the_second_method_too():
+    """StepTimer takes it for the end of the wait, and a step without compute for none. If this fails, look at
     `_DataFetcher.__next__`: a wait would go on until the next one.
     """
     events: list[str] = []
-    make_trainer(max_epochs=1, callbacks=[Listening(events)]).fit(Model(events), Unsized(events))
-    fetches = [event for event in events if "train_dataloader_next" in event]
-    assert fetches[-1].startswith("/")
-    assert len(fetches) == 2 * NUM_BATCHES  # one was taken before the training started, and the end is one more
+    make_trainer(max_epochs=1, callbacks=[Hooking(events, fetches)]).fit(Model(events), Unsized(events))
+    told = heard(events, "_fetch")
+    assert told[-1] == "/_on_after_fetch"
+    assert len(told) == 4 * NUM_BATCHES  # one was taken before the training started, and the end is one more
 
 
-def test_forward_backward_and_update_are_one_action_after_the_fetch_and_the_copy():
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_forward_backward_and_update_are_in_one_method_after_the_fetch_and_the_copy(is_automatic):
     """TrainerWatch measures computing by it. If this fails, look at `_TrainingEpochLoop.advance`: no step would be
     counted at all.
     """
     events: list[str] = []
 
     class Updating(Model):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            super().optimizer_step(*args, **kwargs)
-            self.events.append("update")
+        def __init__(self) -> None:
+            super().__init__(events)
+            self.automatic_optimization = is_automatic
 
-    make_trainer(max_epochs=1, callbacks=[Listening(events)]).fit(Updating(events), *lists(1, 2))
-    told = heard(events, "train_dataloader_next", ".transfer_batch_to_device", "run_training_batch", "step ", "update")
-    loop, module = "[_TrainingEpochLoop].train_dataloader_next", "[LightningModule]Updating.transfer_batch_to_device"
-    fetch_and_copy = [loop, f"/{loop}", module, f"/{module}"]
-    steps = [
-        [*fetch_and_copy, "run_training_batch", f"step {number}", "update", "/run_training_batch"]
-        for number in range(2)
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if not is_automatic:
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda *_: events.append("update"))
+            return optimizer
+
+    def find(trainer: pl.Trainer) -> list[tuple[Any, str]]:
+        loop, model = trainer.fit_loop.epoch_loop, trainer.lightning_module
+        optimization = loop.automatic_optimization if is_automatic else loop.manual_optimization
+        return [*fetches(trainer), (model, "transfer_batch_to_device"), (optimization, "run")]
+
+    make_trainer(max_epochs=1, callbacks=[Hooking(events, find)]).fit(Updating(), *lists(1, 2))
+    told = heard(events, "_fetch", "transfer_batch_to_device", "run", "step ", "update")
+    fetch = [event for event in FETCH if event != "next"]
+    copy = ["transfer_batch_to_device", "/transfer_batch_to_device"]
+    assert told == [
+        event for number in range(2) for event in [*fetch, *copy, "run", f"step {number}", "update", "/run"]
     ]
-    assert told == [*steps[0], *steps[1]]
 
 
 @pytest.mark.parametrize("is_overridden", [False, True])
-def test_the_copy_to_the_device_is_an_action_named_after_whose_hook_it_is(is_overridden):
-    """TrainerWatch expects the module's name, or the DataModule's if it has the hook. If this fails, look at
-    `LightningModule._call_batch_hook`: copies would be counted as work of callbacks.
+def test_the_copy_to_the_device_is_the_modules_or_the_datamodules_if_it_has_one_of_its_own(is_overridden):
+    """TrainerWatch replaces it on both instances, with `__wrapped__` set so that Lightning still sees which is the
+    user's own. If this fails, look at `_DataHookSelector.get_instance`: copies would count as work of callbacks, or the
+    user's way of moving a batch would not be taken.
     """
     events: list[str] = []
 
     class Moving(Data):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            events.append("moved")
             return batch
 
+    def find(trainer: pl.Trainer) -> list[tuple[Any, str]]:
+        return [(owner, "transfer_batch_to_device") for owner in (trainer.lightning_module, trainer.datamodule)]
+
     data = (Moving if is_overridden else Data)(events)
-    make_trainer(max_epochs=1, callbacks=[Listening(events)]).fit(Model(events), data)
-    owner = "[LightningDataModule]Moving" if is_overridden else "[LightningModule]Model"
-    action = f"{owner}.transfer_batch_to_device"
-    assert heard(events, "transfer_batch_to_device") == [action, f"/{action}"] * NUM_BATCHES
+    make_trainer(max_epochs=1, callbacks=[Hooking(events, find)]).fit(Model(events), data)
+    own = ["moved"] if is_overridden else []
+    move = ["transfer_batch_to_device", *own, "/transfer_batch_to_device"]
+    assert heard(events, "transfer_batch_to_device", "moved") == move * NUM_BATCHES
+
+
+def test_a_hook_of_a_callback_that_is_no_function_is_neither_called_nor_told_to_the_profiler():
+    """TrainerWatch sets the hooks of a step that do nothing to None meanwhile. If this fails, look at
+    `_call_callback_hooks`: FeedMonitor would fail, and must have its hooks back.
+    """
+    names = (
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    )
+    actions: list[str] = []
+
+    class Told(PassThroughProfiler):
+        def start(self, action_name: str) -> None:
+            actions.append(action_name)
+
+    for value in (None, lambda *_: None):
+        actions.clear()
+        callback = pl.Callback()
+        for name in names:
+            callback.__dict__[name] = value
+        make_trainer(max_epochs=1, callbacks=[callback], profiler=Told()).fit(Model([]), *lists(1))
+        for name in names:
+            assert (f"[Callback]Callback.{name}" in actions) == (value is not None)
 
 
 def test_ranks_are_asked_whether_to_stop_by_a_method_found_on_the_loop_before_each_fetch(tmp_path, monkeypatch):

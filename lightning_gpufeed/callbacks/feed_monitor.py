@@ -61,8 +61,8 @@ class FeedMonitor(Callback):
     ====================================  ===================================================================
 
     What stays bitwise equal: everything. Nothing is read ahead, copied, or drawn from a random generator; no step
-    waits for the device, and no step has a collective. Cost: about 0.1 ms a step, below 1 % of
-    steps of 12 ms or more.
+    waits for the device, and no step has a collective. Cost: 0.03 to 0.09 ms a step, below 1 % of
+    steps of 10 ms or more.
 
     On a CUDA device waiting is what leaves the device idle, by events in its own queue; elsewhere it is the time that
     the training loop is blocked. Several ranks: at the end of an epoch their counters are gathered once, on the
@@ -156,7 +156,7 @@ class FeedMonitor(Callback):
             num_sharing=self._vote.collect(cores).count(cores),
             is_ready=self._has_ready,
         )
-        self._watch = TrainerWatch(trainer, pl_module, self._observer)
+        self._watch = TrainerWatch(trainer, pl_module, self._observer, self)
         self._is_early_due = self._first_seconds is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

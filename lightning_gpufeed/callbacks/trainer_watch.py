@@ -5,15 +5,19 @@ Private names of Lightning, each asserted in `tests/test_private_api.py`:
 ==========================================  ===============================================================
 name                                        what for
 ==========================================  ===============================================================
-"[...].train_dataloader_next"               name of the profiled action that fetches a training batch
-"run_training_batch"                        the same for forward, backward and update
-"[...].transfer_batch_to_device"            the same for the copy to the device
+epoch_loop._on_before_fetch                 called before each request for a training batch
+epoch_loop._on_after_fetch                  called after it, whether it ended well or not
+epoch_loop.automatic_optimization.run       forward, backward and update
+epoch_loop.manual_optimization.run          the same where the module steps its optimizers by itself
 epoch_loop._broadcast_sigterm_tensor        Lightning's own question to all ranks before each step
 fit_loop._combined_loader                   the loaders of the training
+callback.on_before_backward … = None        a hook that is no function is not called, nor told to the profiler
 ==========================================  ===============================================================
 
-The Trainer's profiler, whichever it is, is told of each action by `start` and `stop`, which are public. They are
-wrapped on the instance, and so are `precision_plugin.convert_input`, which every training batch passes on the host.
+Besides, `transfer_batch_to_device` of the module and the DataModule, and `precision_plugin.convert_input`, which every
+training batch passes on the host. All are replaced on the instances: each costs a few microseconds a step, where to
+listen to all that the Trainer tells its profiler, some sixty calls a step, costs ten times as much. For the same
+reason the Trainer is spared the five calls a step of hooks of the callback that do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_gpufeed.diagnose.observer import Observer
 from lightning_gpufeed.echo.loader import REPEATED
@@ -29,138 +33,137 @@ from lightning_gpufeed.echo.loader import REPEATED
 __all__ = ["TrainerWatch", "training_loader"]
 
 
+_HOOKS_OF_A_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
+
 def training_loader(trainer: Trainer) -> Any:
     """The loaders of the training; None before they are set up."""
     return trainer.fit_loop._combined_loader
 
 
-class _Hook:
-    """A function in the place of an instance's method. A copy of the instance, pickled or not, has the method again."""
+def _nothing() -> None:
+    """Nothing is told."""
 
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any], is_in_use: Callable[[], bool]) -> None:
-        self.owner, self.name, self._function = owner, name, function
-        self.is_in_use = is_in_use
+
+class _Hook:
+    """In the place of an instance's method: tells before and after each call, after it even if it fails.
+
+    A copy of the instance, pickled or not, has the method again.
+    """
+
+    def __init__(self, owner: Any, name: str, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self.owner, self.name = owner, name
+        self.is_in_use = True
         self.before = owner.__dict__.get(name)
+        self._method, self._begin, self._end = getattr(owner, name), begin, end
+        # Lightning compares the code of a hook with its own, to see whether the user has overridden it.
+        self.__wrapped__ = getattr(self._method, "__wrapped__", self._method)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._function(*arguments, **options)
+        if not self.is_in_use:
+            return self._method(*arguments, **options)
+        self._begin()
+        try:
+            return self._method(*arguments, **options)
+        finally:
+            self._end()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.owner, self.name)
 
 
-class _StartHook(_Hook):
-    """Of `Profiler.start`, which is called dozens of times in a step."""
+class _LookHook(_Hook):
+    """Shows what `convert_input` is given."""
 
-    def __init__(self, owner: Any, name: str, function: Any, is_in_use: Any, told: dict[str, Any]) -> None:
-        super().__init__(owner, name, function, is_in_use)
-        self._told = told
+    def __init__(self, owner: Any, name: str, look: Callable[[Any], None], trainer: Trainer) -> None:
+        super().__init__(owner, name, _nothing, _nothing)
+        self._look, self._trainer = look, trainer
 
-    def __call__(self, action_name: str) -> None:
-        self._function(action_name)
-        if action_name in self._told:
-            self._told[action_name]()
-
-
-class _StopHook(_StartHook):
-    """Of `Profiler.stop`: what it tells comes before the profiler's own work."""
-
-    def __call__(self, action_name: str) -> None:
-        if action_name in self._told:
-            self._told[action_name]()
-        self._function(action_name)
+    def __call__(self, data: Any) -> Any:
+        if self.is_in_use and self._trainer.training and data is not REPEATED:
+            self._look(data)
+        return self._method(data)
 
 
 class TrainerWatch:
     """Hooks into one Trainer, and out of it again."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, observer: Observer) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, observer: Observer, callback: Callback | None = None
+    ) -> None:
         """Hook in.
 
         Args:
             trainer: A Trainer whose strategy is set up.
             module: The model it trains.
             observer: Is told what happens.
+            callback: One of the Trainer's, whose hooks that do nothing need not be called in each step.
         """
-        self._undo: list[tuple[Any, str, _Hook]] = []
-        self._is_open = True
-        self._trainer, self._observer = trainer, observer
-        loop = trainer.fit_loop.epoch_loop
-        steps = observer.steps
-        starts: dict[str, Callable[[], None]] = {
-            f"[{type(loop).__name__}].train_dataloader_next": observer.begin_wait,
-            "run_training_batch": steps.begin_compute,
-        }
-        stops: dict[str, Callable[[], None]] = {
-            f"[{type(loop).__name__}].train_dataloader_next": observer.end_wait,
-            "run_training_batch": steps.end_compute,
-        }
-        owners = [f"[LightningModule]{type(module).__name__}"]
-        if (datamodule := getattr(trainer, "datamodule", None)) is not None:
-            owners.append(f"[LightningDataModule]{type(datamodule).__name__}")
-        for owner in owners:
-            starts[f"{owner}.transfer_batch_to_device"] = steps.begin_copy
-            stops[f"{owner}.transfer_batch_to_device"] = steps.end_copy
-        self._watch_profiler(starts, stops)
-        self._watch_batches()
+        self._hooks: list[_Hook] = []
+        self._num_copying = 0
+        self._steps = observer.steps
+        loop, steps = trainer.fit_loop.epoch_loop, observer.steps
+        self._watch(loop, "_on_before_fetch", end=observer.begin_wait)
+        self._watch(loop, "_on_after_fetch", begin=observer.end_wait)
+        for optimization in (loop.automatic_optimization, loop.manual_optimization):
+            self._watch(optimization, "run", steps.begin_compute, steps.end_compute)
+        for owner in (module, getattr(trainer, "datamodule", None)):
+            if owner is not None:
+                self._watch(owner, "transfer_batch_to_device", self._begin_copy, self._end_copy)
+        self._install(_LookHook(trainer.precision_plugin, "convert_input", observer.look_at, trainer))
         if trainer.world_size > 1:
-            self._watch_question(loop)
+            self._watch(loop, "_broadcast_sigterm_tensor", steps.begin_sync, steps.end_sync)
+        self._callback = callback if callback in trainer.callbacks else None  # type: ignore[attr-defined]
+        if self._callback is not None:
+            for name in _HOOKS_OF_A_STEP:
+                if getattr(type(callback), name) is getattr(Callback, name):
+                    self._callback.__dict__.setdefault(name, None)
 
-    def _watch_profiler(self, starts: dict[str, Callable[[], None]], stops: dict[str, Callable[[], None]]) -> None:
-        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
-        self._install(_StartHook(profiler, "start", profiler.start, self._is_in_use, starts))
-        self._install(_StopHook(profiler, "stop", profiler.stop, self._is_in_use, stops))
-        self._told = (starts, stops)
-
-    def _watch_batches(self) -> None:
-        plugin, trainer, look = self._trainer.precision_plugin, self._trainer, self._observer.look_at
-        convert = plugin.convert_input
-
-        def watched_convert(data: Any) -> Any:
-            if self._is_open and trainer.training and data is not REPEATED:
-                look(data)
-            return convert(data)
-
-        self._replace(plugin, "convert_input", watched_convert)
-
-    def _watch_question(self, loop: Any) -> None:
-        steps, ask = self._observer.steps, loop._broadcast_sigterm_tensor
-
-        def watched_ask() -> None:
-            if self._is_open:
-                steps.begin_sync()
-            try:
-                ask()
-            finally:
-                if self._is_open:
-                    steps.end_sync()
-
-        self._replace(loop, "_broadcast_sigterm_tensor", watched_ask)
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Put a function in an instance's own attributes."""
-        self._install(_Hook(owner, name, function, self._is_in_use))
+    def _watch(
+        self, owner: Any, name: str, begin: Callable[[], None] = _nothing, end: Callable[[], None] = _nothing
+    ) -> None:
+        self._install(_Hook(owner, name, begin, end))
 
     def _install(self, hook: _Hook) -> None:
+        """Put it in the instance's own attributes."""
         hook.owner.__dict__[hook.name] = hook
-        self._undo.append((hook.owner, hook.name, hook))
+        self._hooks.append(hook)
 
-    def _is_in_use(self) -> bool:
-        return self._is_open
+    def _begin_copy(self) -> None:
+        # A DataModule may leave a part of its batch to the module's method.
+        self._num_copying += 1
+        if self._num_copying == 1:
+            self._steps.begin_copy()
+
+    def _end_copy(self) -> None:
+        self._num_copying -= 1
+        if self._num_copying == 0:
+            self._steps.end_copy()
 
     def close(self) -> None:
         """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
-        self._is_open = False
-        for told in self._told:
-            told.clear()
-        for owner, name, hook in reversed(self._undo):
-            if owner.__dict__.get(name) is not hook:
+        for hook in self._hooks:
+            hook.is_in_use = False
+        for hook in reversed(self._hooks):
+            own = hook.owner.__dict__
+            if own.get(hook.name) is not hook:
                 continue
             before = hook.before
-            while isinstance(before, _Hook) and not before.is_in_use():
+            while isinstance(before, _Hook) and not before.is_in_use:
                 before = before.before  # of a watch that has ended since
             if before is None:
-                owner.__dict__.pop(name, None)
+                own.pop(hook.name, None)
             else:
-                owner.__dict__[name] = before
-        self._undo.clear()
+                own[hook.name] = before
+        self._hooks.clear()
+        if self._callback is not None:
+            for name in _HOOKS_OF_A_STEP:
+                if self._callback.__dict__.get(name, self) is None:
+                    del self._callback.__dict__[name]
+            self._callback = None

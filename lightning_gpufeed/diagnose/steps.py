@@ -9,12 +9,17 @@
 
 The host's times are read off the clock. Those of a CUDA device are marks in its queue, read some steps later, when
 they are reached. On the CPU the host is the device.
+
+In the step itself times are noted, no more; sums are made of some seventy steps at once, while the code for it is in
+the processor's cache. On a CUDA device, where the host has time to spare and marks have their place, they are made at
+once.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +31,7 @@ from lightning_gpufeed.diagnose.counters import Span, StepTotals
 __all__ = ["StepTimer"]
 
 _TIMELINE_STEPS = 8
+_MOST_NOTES = 512
 _MOST_PENDING = 256
 """Steps whose marks may be outstanding; a device that is further behind is not timed for a while."""
 
@@ -33,7 +39,7 @@ _MOST_PENDING = 256
 _Stretch = tuple[str, float, float]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     """One step in the making. Times of the host, in seconds of `time.perf_counter`."""
 
@@ -75,10 +81,14 @@ class StepTimer:
         """
         self._marks = DeviceMarks(device)
         self._has_ranks = num_ranks > 1
+        self._is_cuda = self._marks.is_cuda
         self.reset()
 
     def reset(self) -> None:
         """Begin a new epoch."""
+        self._notes: list[tuple[Callable[..., None], float, Any]] = []
+        self.is_computing = False
+        """Whether forward, backward and update have begun and are not over."""
         self._step: _Step | None = None
         self._wait_begin: float | None = None
         self._wait_cpu = 0.0
@@ -88,7 +98,7 @@ class StepTimer:
         self._end: float | None = None
         self._sync = 0.0
         self._sync_span: _Stretch | None = None
-        self.num_steps = 0
+        self._num_steps = 0
         self._elapsed = self._wait = self._received = self._copy = self._compute = self._cpu = self._hooks = (
             self._syncs
         ) = 0.0
@@ -103,24 +113,20 @@ class StepTimer:
         self._device_spans: deque[tuple[int, list[_Stretch]]] = deque(maxlen=_TIMELINE_STEPS)
 
     @property
-    def is_computing(self) -> bool:
-        """Whether forward, backward and update have begun and the step is not over."""
-        return self._step is not None and self._step.is_computing
+    def num_steps(self) -> int:
+        """Steps that are over."""
+        self._add_up()
+        return self._num_steps
 
     # What happens, in the order in which it does ---------------------------------------------------------
 
     def begin_sync(self) -> None:
         """Lightning asks the other ranks whether to stop."""
-        self._sync_begin = time.perf_counter()
+        self._note(self._begin_sync)
 
     def end_sync(self) -> None:
         """They have answered."""
-        if self._sync_begin is None:
-            return
-        now = time.perf_counter()
-        self._sync += now - self._sync_begin
-        self._sync_span = ("sync", self._sync_begin, now)
-        self._sync_begin = None
+        self._note(self._end_sync)
 
     def begin_wait(self, *, is_ready: bool | None = None) -> None:
         """The loader is asked for a batch.
@@ -128,9 +134,7 @@ class StepTimer:
         Args:
             is_ready: Whether it has one ready; None if it does not say.
         """
-        self._is_ready = is_ready
-        self._wait_begin = time.perf_counter()
-        self._wait_cpu = time.thread_time()
+        self._note(self._begin_wait, (is_ready, time.thread_time()))
 
     def end_wait(self, *, is_start: bool = False) -> None:
         """The batch is there.
@@ -138,11 +142,70 @@ class StepTimer:
         Args:
             is_start: Whether it was the wait for an epoch to get under way, which counts for no step.
         """
+        self._note(self._end_wait, (is_start, time.thread_time()))
+
+    def begin_copy(self) -> None:
+        """The batch is about to be moved to the device."""
+        self._note(self._begin_copy)
+
+    def end_copy(self) -> None:
+        """The move was asked for; on the CPU it is done."""
+        self._note(self._end_copy)
+
+    def begin_compute(self) -> None:
+        """Forward, backward and update begin."""
+        self.is_computing = True
+        self._note(self._begin_compute, time.thread_time() if self._has_ranks else 0.0)
+
+    def end_compute(self) -> None:
+        """All work of the step was given to the device; on the CPU it is done."""
+        self.is_computing = False
+        self._note(self._end_compute, time.thread_time() if self._has_ranks else 0.0)
+
+    def end_step(self) -> None:
+        """Callbacks have run; what follows until the next request for a batch still belongs to this step's hooks."""
+        self.is_computing = False
+        self._note(self._end_step)
+        if len(self._notes) >= _MOST_NOTES:
+            self._add_up()
+
+    def pause(self) -> None:
+        """Something else begins: validation, the end of an epoch. It counts as no part of any step."""
+        self.is_computing = False
+        self._note(self._pause)
+
+    # What is made of it ----------------------------------------------------------------------------------
+
+    def _note(self, what: Callable[..., None], more: Any = None) -> None:
+        self._notes.append((what, time.perf_counter(), more))
+        if self._is_cuda:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        notes, self._notes = self._notes, []
+        for what, now, more in notes:
+            what(now, more)
+
+    def _begin_sync(self, now: float, _: None) -> None:
+        self._sync_begin = now
+
+    def _end_sync(self, now: float, _: None) -> None:
+        if self._sync_begin is None:
+            return
+        self._sync += now - self._sync_begin
+        self._sync_span = ("sync", self._sync_begin, now)
+        self._sync_begin = None
+
+    def _begin_wait(self, now: float, more: tuple[bool | None, float]) -> None:
+        self._is_ready, self._wait_cpu = more
+        self._wait_begin = now
+
+    def _end_wait(self, now: float, more: tuple[bool, float]) -> None:
         begin, self._wait_begin = self._wait_begin, None
         if begin is None:
             return
-        received = time.thread_time() - self._wait_cpu
-        now = time.perf_counter()
+        is_start, cpu = more
+        received = cpu - self._wait_cpu
         seconds = now - begin
         step = self._step
         if step is not None and step.is_computing:  # a step that fetches its batches by itself
@@ -166,58 +229,47 @@ class StepTimer:
         step.spans.append(("wait", begin, now))
         self._sync, self._sync_span = 0.0, None
 
-    def begin_copy(self) -> None:
-        """The batch is about to be moved to the device."""
+    def _begin_copy(self, now: float, _: None) -> None:
         step = self._step
         if step is not None and not (step.is_computing or step.is_computed):
-            step.copy_begin = time.perf_counter()
+            step.copy_begin = now
             self._mark(step)
 
-    def end_copy(self) -> None:
-        """The move was asked for; on the CPU it is done."""
+    def _end_copy(self, now: float, _: None) -> None:
         step = self._step
         if step is not None and not (step.is_computing or step.is_computed):
-            now = time.perf_counter()
             step.copy = now - step.copy_begin
             step.spans.append(("copy", step.copy_begin, now))
             self._mark(step)
 
-    def begin_compute(self) -> None:
-        """Forward, backward and update begin."""
+    def _begin_compute(self, now: float, cpu: float) -> None:
         step = self._step
         if step is None:  # a step that fetches its batches by itself
-            now = time.perf_counter()
             step = self._step = _Step(now if self._end is None else self._end, copy_begin=now)
-        if self._marks.is_cuda and not step.marks:  # a batch that was not moved: it was there already
+        if self._is_cuda and not step.marks:  # a batch that was not moved: it was there already
             self._mark(step)
             self._mark(step)
         # What is done to a batch on the device before the step belongs to computing.
         is_after_copy = bool(step.spans) and step.spans[-1][0] == "copy"
-        step.compute_begin = step.spans[-1][2] if is_after_copy else time.perf_counter()
+        step.compute_begin = step.spans[-1][2] if is_after_copy else now
         step.is_computing = True
-        if self._has_ranks:
-            step.cpu_begin = time.thread_time()
+        step.cpu_begin = cpu
 
-    def end_compute(self) -> None:
-        """All work of the step was given to the device; on the CPU it is done."""
+    def _end_compute(self, now: float, cpu: float) -> None:
         step = self._step
         if step is None or not step.is_computing:
             return
-        now = time.perf_counter()
         step.is_computing, step.is_computed = False, True
         step.compute += now - step.compute_begin
         step.spans.append(("compute", step.compute_begin, now))
-        if self._has_ranks:
-            self._cpu += time.thread_time() - step.cpu_begin
+        self._cpu += cpu - step.cpu_begin
         self._mark(step)
 
-    def end_step(self) -> None:
-        """Callbacks have run; what follows until the next request for a batch still belongs to this step's hooks."""
+    def _end_step(self, now: float, _: None) -> None:
         step, self._step = self._step, None
         if step is None or not step.is_computed:
             return
-        now = time.perf_counter()
-        number, self.num_steps = self.num_steps, self.num_steps + 1
+        number, self._num_steps = self._num_steps, self._num_steps + 1
         elapsed = now - step.begun
         self._elapsed += elapsed
         self._wait += step.wait
@@ -232,11 +284,10 @@ class StepTimer:
         step.spans.append(("hooks", end, now))
         self._host_spans.append((number, step.spans))
         self._end = now
-        if self._marks.is_cuda:
+        if self._is_cuda:
             self._keep(number, step)
 
-    def pause(self) -> None:
-        """Something else begins: validation, the end of an epoch. It counts as no part of any step."""
+    def _pause(self, now: float, _: None) -> None:
         self._step = None
         self._end = self._wait_begin = self._sync_begin = None
         self._sync, self._sync_span = 0.0, None
@@ -245,7 +296,7 @@ class StepTimer:
     # The device ------------------------------------------------------------------------------------------
 
     def _mark(self, step: _Step) -> None:
-        if self._marks.is_cuda and len(self._pending) < _MOST_PENDING:
+        if self._is_cuda and len(self._pending) < _MOST_PENDING:
             step.marks.append(self._marks.mark())
 
     def _keep(self, number: int, step: _Step) -> None:
@@ -285,14 +336,15 @@ class StepTimer:
         Returns:
             The sums.
         """
+        self._add_up()
         copy, compute, idle = self._copy, self._compute, None
-        if self._marks.is_cuda:
+        if self._is_cuda:
             self._collect()
-            scale = self.num_steps / self._timed if self._timed else 0.0
+            scale = self._num_steps / self._timed if self._timed else 0.0
             copy, compute = self._device_copy * scale, self._device_compute * scale
-            idle = self._device_idle * self.num_steps / self._idle_gaps if self._idle_gaps else None
+            idle = self._device_idle * self._num_steps / self._idle_gaps if self._idle_gaps else None
         return StepTotals(
-            num_steps=self.num_steps,
+            num_steps=self._num_steps,
             elapsed_seconds=self._elapsed,
             wait_seconds=self._wait,
             ready_seconds=self._ready,
@@ -303,7 +355,7 @@ class StepTimer:
             sync_seconds=self._syncs if self._has_ranks else None,
             hook_seconds=self._hooks,
             compute_cpu_seconds=self._cpu if self._has_ranks else None,
-            num_timed=self._timed if self._marks.is_cuda else self.num_steps,
+            num_timed=self._timed if self._is_cuda else self._num_steps,
         )
 
     def timeline(self) -> tuple[Span, ...]:
@@ -312,6 +364,7 @@ class StepTimer:
         Returns:
             In seconds from the beginning of the first of them; "device" spans on a CUDA device only.
         """
+        self._add_up()
         self._collect()
         numbers = {number for number, _ in self._device_spans or list(self._host_spans)[-_TIMELINE_STEPS:]}
         host = [one for one in self._host_spans if one[0] in numbers]

@@ -271,10 +271,26 @@ def started_anew() -> EpochRecord:
     return monitor.records[1]
 
 
+def as_it_is(batch: torch.Tensor) -> list[torch.Tensor]:
+    return [batch]
+
+
+class Prepared(Dataset):
+    """Batches cost next to nothing to load: less than it takes to hand them over."""
+
+    def __len__(self) -> int:
+        return 8192
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2)
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.ones(len(indices), 2)
+
+
 def test_small_batches_of_a_worker_that_are_ready_are_slow_to_hand_over():
-    samples = TensorDataset(torch.ones(8192, 2))
-    loader = DataLoader(samples, batch_size=2, num_workers=1, persistent_workers=True)
-    record = judged("hand-over", lambda: watch(PauseModel(0.002), loader, seconds=SECONDS / 2))
+    loader = DataLoader(Prepared(), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=as_it_is)
+    record = judged("hand-over", lambda: watch(PauseModel(0.0005), loader, seconds=SECONDS / 2))
     assert "num_workers=0" in record.verdict.cures[0].action
     assert record.counters.steps.ready_seconds > 0
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.profilers import Profiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpufeed import BatchEcho, FeedMonitor
@@ -31,6 +32,14 @@ STEP_NAMES = {
     "/copy": "end_copy",
     "compute": "begin_compute",
     "/compute": "end_compute",
+}
+HOOKED = {
+    "_on_before_fetch",
+    "_on_after_fetch",
+    "run",
+    "transfer_batch_to_device",
+    "convert_input",
+    "_broadcast_sigterm_tensor",
 }
 NUM_BATCHES = 4
 
@@ -148,6 +157,9 @@ def places(trainer: pl.Trainer) -> dict[str, Any]:
         "profiler": trainer.profiler,
         "plugin": trainer.precision_plugin,
         "loop": trainer.fit_loop.epoch_loop,
+        "automatic": trainer.fit_loop.epoch_loop.automatic_optimization,
+        "manual": trainer.fit_loop.epoch_loop.manual_optimization,
+        "datamodule": getattr(trainer, "datamodule", None) or trainer,
         "fit_loop": trainer.fit_loop,
         "strategy": trainer.strategy,
         "trainer": trainer,
@@ -171,10 +183,9 @@ class Places(pl.Callback):
         self.before = places(trainer)
 
     def assert_restored(self, trainer: pl.Trainer) -> None:
-        hooked = ("start", "stop", "convert_input", "_broadcast_sigterm_tensor", "profile")
         after = places(trainer)
         for name in self.before.keys() | after.keys():
-            if name.rpartition(".")[2] in hooked:
+            if name.rpartition(".")[2] in HOOKED:
                 assert after.get(name) is self.before.get(name), name
 
 
@@ -515,76 +526,97 @@ def test_several_fits_with_one_trainer_are_each_told_once():
 
 
 def test_what_a_user_had_put_on_the_instance_is_put_back():
-    profiler, calls = NotingProfiler(), []
+    model, calls = Model(), []
 
-    def start(action_name: str) -> None:
-        calls.append(action_name)
+    def transfer(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        calls.append(dataloader_idx)
+        return batch
 
-    profiler.start = start
+    model.transfer_batch_to_device = transfer
     watching = Watching()
-    fit(watching, profiler=profiler)
-    assert vars(profiler)["start"] is start
-    assert "stop" not in vars(profiler)
-    assert calls.count("run_training_batch") == NUM_BATCHES
+    fit(watching, model)
+    assert vars(model)["transfer_batch_to_device"] is transfer
+    assert calls == [0] * NUM_BATCHES
     assert watching.told == STEP * NUM_BATCHES
 
 
 def test_what_somebody_else_has_put_in_place_since_stays_and_is_not_told_on():
     trainer, log = make_trainer(profiler=NotingProfiler()), []
     watch = TrainerWatch(trainer, Model(), noting_observer(log))
-    profiler = trainer.profiler
-    ours, calls = profiler.start, []
+    loop = trainer.fit_loop.epoch_loop
+    ours, calls = loop._on_before_fetch, []
 
-    def theirs(action_name: str) -> None:
-        calls.append(action_name)
-        ours(action_name)
+    def theirs() -> None:
+        calls.append("theirs")
+        ours()
 
-    profiler.start = theirs
-    profiler.start("run_training_batch")
-    assert (calls, log) == (["run_training_batch"], ["compute"])
+    loop._on_before_fetch = theirs
+    loop._on_before_fetch()
+    assert (calls, log) == (["theirs"], ["wait"])
     watch.close()
-    assert vars(profiler)["start"] is theirs
-    profiler.start("run_training_batch")
-    assert (calls, log) == (["run_training_batch"] * 2, ["compute"])
-    assert profiler.actions == ["run_training_batch"] * 2
-    assert "stop" not in vars(profiler)
+    assert vars(loop)["_on_before_fetch"] is theirs
+    loop._on_before_fetch()
+    assert (calls, log) == (["theirs"] * 2, ["wait"])
+    assert trainer.profiler.actions == ["[_TrainingEpochLoop].train_dataloader_next"] * 2
+    assert "_on_after_fetch" not in vars(loop)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)])
 def test_several_watches_leave_nothing_behind_in_whatever_order_they_end(order):
-    trainer, log = make_trainer(), []
-    watches = [TrainerWatch(trainer, Model(), noting_observer(log)) for _ in range(3)]
-    trainer.profiler.start("run_training_batch")
-    trainer.precision_plugin.convert_input(torch.ones(2))
-    assert log == ["compute"] * 3
+    trainer, model, log = make_trainer(), Model(), []
+    loop = trainer.fit_loop.epoch_loop
+    watches = [TrainerWatch(trainer, model, noting_observer(log)) for _ in range(3)]
+    loop._on_before_fetch()
+    model.transfer_batch_to_device(torch.ones(2), torch.device("cpu"), 0)
+    assert log == ["wait"] * 3 + ["copy"] * 3 + ["/copy"] * 3
     for number, index in enumerate(order):
         watches[index].close()
         watches[index].close()
         log.clear()
-        trainer.profiler.start("run_training_batch")
-        assert log == ["compute"] * (2 - number)
-    for owner in (trainer.profiler, trainer.precision_plugin, trainer.fit_loop.epoch_loop):
-        assert not {"start", "stop", "convert_input", "_broadcast_sigterm_tensor"} & vars(owner).keys()
+        loop._on_before_fetch()
+        assert log == ["wait"] * (2 - number)
+    for owner in (trainer.precision_plugin, loop, loop.automatic_optimization, loop.manual_optimization, model):
+        assert not HOOKED & vars(owner).keys()
+
+
+@pytest.mark.parametrize("num_watches", [1, 2])
+@pytest.mark.parametrize(("model", "is_own"), [(Model, False), (OwnTransfer, True)])
+def test_lightning_still_sees_whether_the_module_moves_batches_in_a_way_of_its_own(model, is_own, num_watches):
+    module, trainer = model(), make_trainer()
+    watches = [TrainerWatch(trainer, module, noting_observer([])) for _ in range(num_watches)]
+    assert is_overridden("transfer_batch_to_device", module) == is_own
+    for watch in watches:
+        watch.close()
+    assert is_overridden("transfer_batch_to_device", module) == is_own
+
+
+def test_a_datamodule_that_leaves_the_copy_to_the_module_is_told_once():
+    class Leaving(PlainData):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return self.trainer.lightning_module.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    watching = Watching()
+    fit(watching, data=Leaving())
+    assert watching.told == STEP * NUM_BATCHES
 
 
 def test_a_copy_of_what_is_watched_tells_nobody():
     class Copying(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
             for copied in (lambda part: pickle.loads(pickle.dumps(part)), copy.deepcopy):
                 before = len(watching.told)
-                profiler, plugin = copied(trainer.profiler), copied(trainer.precision_plugin)
-                profiler.start("run_training_batch")
-                profiler.stop("run_training_batch")
+                plugin, module = copied(trainer.precision_plugin), copied(pl_module)
                 plugin.convert_input(torch.ones(2))
+                moved.append(module.transfer_batch_to_device(torch.ones(2), torch.device("cpu"), 0))
+                assert module.transfer_batch_to_device.__self__ is module
                 told.extend(watching.told[before:])
-                actions.append(profiler.actions[-2:])
 
     told: list[str] = []
-    actions: list[list[str]] = []
+    moved: list[torch.Tensor] = []
     watching = Watching()
-    fit(watching, data=batches(1), callbacks=[watching, Copying()], profiler=NotingProfiler())
+    fit(watching, data=batches(1), callbacks=[watching, Copying()])
     assert told == []
-    assert actions == [["run_training_batch", "/run_training_batch"]] * 2
+    assert len(moved) == 2
     assert watching.told == STEP
 
 
@@ -605,7 +637,10 @@ def test_a_trainer_that_is_monitored_can_be_pickled_and_copied_as_one_that_is_no
     make_trainer(max_epochs=1, callbacks=[monitor, copying]).fit(Model(), batches(1))
     assert len(copying.copies) == 2
     for trainer in copying.copies:
-        assert trainer.profiler.start.__self__ is trainer.profiler
+        loop = trainer.fit_loop.epoch_loop
+        assert loop._on_before_fetch.__self__ is loop
+        assert loop.automatic_optimization.run.__self__ is loop.automatic_optimization
+        assert trainer.lightning_module.transfer_batch_to_device.__self__ is trainer.lightning_module
         assert trainer.precision_plugin.convert_input.__self__ is trainer.precision_plugin
     assert len(monitor.records) == 1
 
