@@ -6,7 +6,8 @@
     ├── LayoutError             an HDF5 file cannot be used as asked
     ├── FeedError               reading failed, or a file changed, while batches were being made
     ├── PackError               a source cannot be packed as asked
-    └── OOMRecoveryError        an out-of-memory cannot be undone exactly; says what is lost and where to go on
+    ├── OOMRecoveryError        an out-of-memory cannot be undone exactly; says what is lost and where to go on
+    └── DeferredGradientError   a weight gradient that waits cannot be computed any more, or was asked for in vain
 
 Each message says what was given, what was expected and what to do. Wrong arguments stay `ValueError`
 and a missing file stays `FileNotFoundError`, because that is what callers already catch.
@@ -14,11 +15,15 @@ and a missing file stays `FileNotFoundError`, because that is what callers alrea
 
 from __future__ import annotations
 
-__all__ = ["FeedError", "GpuFeedError", "LayoutError", "OOMRecoveryError", "PackError"]
+__all__ = ["DeferredGradientError", "FeedError", "GpuFeedError", "LayoutError", "OOMRecoveryError", "PackError"]
 
 
 class GpuFeedError(Exception):
     """Root of the exceptions raised by `lightning_gpufeed`."""
+
+
+class DeferredGradientError(GpuFeedError):
+    """A weight gradient that waits cannot be computed exactly any more, or its backward cannot be split."""
 
 
 class LayoutError(GpuFeedError):

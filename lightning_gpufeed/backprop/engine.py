@@ -1,0 +1,49 @@
+"""What torch's autograd engine says about the backward pass that is under way.
+
+Private names of torch, each asserted in `tests/test_private_api.py`:
+
+==========================================  ===============================================================
+name                                        what for
+==========================================  ===============================================================
+torch._C._current_graph_task_id             one number per call of backward
+torch._C._will_engine_execute_node          whether that call accumulates gradients in leaves
+torch._C._are_functorch_transforms_active   whether vmap, grad or jvp of torch.func is at work
+==========================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Anchor", "backward_number", "is_transformed"]
+
+
+def backward_number() -> int:
+    """A number that is the same throughout one call of backward, and another in each; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def is_transformed() -> bool:
+    """Whether tensors are not what they seem: under torch.func, torch.compile, torch.jit.trace."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+class Anchor:
+    """A leaf that makes what it goes into require a gradient, and gets none itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        """On one device, so that the engine need not wait for another.
+
+        Args:
+            device: Where the outputs are.
+        """
+        self.tensor: Tensor = torch.empty(0, device=device, requires_grad=True)
+        grad_fn: Any = self.tensor.view_as(self.tensor).grad_fn
+        self._node = grad_fn.next_functions[0][0]
+
+    def is_reached(self) -> bool:
+        """Whether the backward pass under way accumulates in leaves: `backward()`, and not `torch.autograd.grad`."""
+        return torch._C._will_engine_execute_node(self._node)

@@ -1,0 +1,204 @@
+"""What backward computes for one call of a layer, in two halves: the kernels that autograd itself would run.
+
+::
+
+    autograd:   grad_output ──► input gradient, weight gradient, bias gradient       in one node
+    here:       grad_output ──► input gradient                                       at once
+                grad_output, input ──► weight gradient, bias gradient                later
+
+Each half calls what the node of autograd calls, on the same tensors in the same layout, so both are bitwise equal to it.
+A call for which that is not known is refused (`find_kernels` gives None) and left to autograd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Kernels", "find_kernels", "is_splittable"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Kernels(ABC):
+    """Forward and the two halves of backward of one kind of layer. Stateless but for the layer's settings."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output."""
+
+    @abstractmethod
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+        """The gradient of `x`; same shape and dtype as it."""
+
+    @abstractmethod
+    def weight_grad(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias, each only if its part of the mask is set."""
+
+
+@dataclass(frozen=True)
+class _Linear(Kernels):
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+        return self._flat(grad_output).mm(weight).reshape(x.shape)
+
+    def weight_grad(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        flat = self._flat(grad_output)
+        return (
+            flat.t().mm(self._flat(x)) if mask[0] else None,
+            flat.sum(0, keepdim=True).view(-1) if mask[1] else None,
+        )
+
+    @staticmethod
+    def _flat(x: Tensor) -> Tensor:
+        return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Convolution(Kernels):
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    is_transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(
+            x,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.is_transposed,
+            self.output_padding,
+            self.groups,
+        )
+
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+        grads = self._backward(grad_output, x, weight, (True, False, False))
+        assert grads[0] is not None
+        return grads[0]
+
+    def weight_grad(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        _, weight_grad, bias_grad = self._backward(grad_output, x, weight, (False, *mask))
+        return weight_grad, bias_grad
+
+    def _backward(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        channels = weight.shape[1] * self.groups if self.is_transposed else weight.shape[0]
+        grads: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+            grad_output,
+            x,
+            weight,
+            [channels],
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.is_transposed,
+            self.output_padding,
+            self.groups,
+            mask,
+        )
+        return grads
+
+
+@dataclass(frozen=True)
+class _Embedding(Kernels):
+    padding_idx: int
+    scale_grad_by_freq: bool
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.embedding(weight, x, self.padding_idx, self.scale_grad_by_freq, False)
+
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+        raise AssertionError("indices have no gradient")
+
+    def weight_grad(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad: Tensor = torch.ops.aten.embedding_dense_backward(
+            grad_output, x, weight.shape[0], self.padding_idx, self.scale_grad_by_freq
+        )
+        return grad, None
+
+
+def is_splittable(module: nn.Module) -> str | None:
+    """Whether a layer's backward can be split at all.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        None if it can; otherwise the reason in a few words.
+    """
+    kind = type(module)
+    if kind not in (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED):
+        return "no layer with a weight gradient of its own"
+    if "forward" in module.__dict__:
+        return "its forward is replaced"
+    if set(module._parameters) != ({"weight"} if kind is nn.Embedding else {"weight", "bias"}):
+        return "its parameters are others than weight and bias"
+    if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
+        return "its weight is computed from others"
+    if kind is nn.Embedding and (module.sparse or module.max_norm is not None):
+        return "its gradient is sparse or its weight is renormalised in forward"
+    if kind in (*_CONVOLUTIONS, *_TRANSPOSED):
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return "it pads by other means than zeros on both sides"
+    return None
+
+
+def find_kernels(module: nn.Module, x: Any, arguments: tuple[Any, ...]) -> Kernels | None:
+    """What computes one call of a layer.
+
+    Args:
+        module: A layer for which `is_splittable` has no objection.
+        x: The first argument of its forward.
+        arguments: The others.
+
+    Returns:
+        None if this call has to be left to autograd: a layout or a type for which equality is not certain.
+    """
+    if type(x) not in (Tensor, nn.Parameter) or arguments or not x.is_contiguous():
+        channels_last = isinstance(x, Tensor) and type(x) is Tensor and not arguments and _is_channels_last(x)
+        if not channels_last or isinstance(module, nn.Linear | nn.Embedding):
+            return None
+    if isinstance(module, nn.Linear):
+        # Autograd's own choice of kernels depends on more for vectors and for nothing at all.
+        return _Linear() if x.dim() >= 2 and x.numel() > 0 and module.weight.is_contiguous() else None
+    if isinstance(module, nn.Embedding):
+        padding_idx = -1 if module.padding_idx is None else module.padding_idx
+        return _Embedding(padding_idx, module.scale_grad_by_freq)
+    spatial = len(module.kernel_size)  # type: ignore[arg-type]
+    if x.dim() != spatial + 2 or x.numel() == 0:
+        return None
+    return _Convolution(
+        module.stride,  # type: ignore[arg-type]
+        module.padding,  # type: ignore[arg-type]
+        module.dilation,  # type: ignore[arg-type]
+        isinstance(module, _TRANSPOSED),
+        module.output_padding,  # type: ignore[arg-type]
+        module.groups,  # type: ignore[arg-type]
+    )
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)) or (
+        x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d)
+    )

@@ -1,0 +1,317 @@
+"""Splits the backward of a model's layers: input gradients at once, weight gradients in an order of one's choice.
+
+::
+
+    loss.backward()       I6 ─► W6 ─► I5 ─► W5 ─► … ─► I3 ─► I2 ─► I1 ─┐     W3, W2, W1 wait in a queue
+    splitter.finish()                                                  └─► W1 ─► W2 ─► W3    into .grad
+
+Only layers that wait are touched; all others are autograd's own business. A weight gradient reaches `.grad` through
+autograd's node of the parameter, so hooks on parameters run as they would have, only later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpufeed.backprop.engine import Anchor, backward_number, is_transformed
+from lightning_gpufeed.backprop.kernels import Kernels, find_kernels, is_splittable
+from lightning_gpufeed.backprop.order import BackwardOrder
+from lightning_gpufeed.backprop.tasks import Call, TaskQueue
+from lightning_gpufeed.errors import DeferredGradientError
+
+__all__ = ["WeightGradSplitter", "splittable_layers"]
+
+
+def splittable_layers(model: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Which layers' weight gradients can wait.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Their names in the order of `named_modules`, and for each other layer with parameters of its own the reason.
+    """
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    names, reasons = [], {}
+    for name, module in model.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if not own:
+            continue
+        reason = is_splittable(module)
+        if reason is None and any(uses[id(parameter)] > 1 for parameter in own):
+            reason = "its weight is another layer's too"
+        if reason is None and _has_hooks(module):
+            reason = "it has hooks on its backward"
+        if reason is None:
+            names.append(name)
+        else:
+            reasons[name] = reason
+    return tuple(names), reasons
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+class WeightGradSplitter:
+    """Postpones weight gradients of a model's layers; exact, and never more of them than fit.
+
+    What stays bitwise equal: outputs, all gradients, hooks on parameters and their order per parameter. What differs is
+    when a gradient is in `.grad`: after `finish`, and not yet after `backward`.
+
+    A call of a layer that cannot be split exactly (a layout that is not contiguous, torch.func, torch.compile) is
+    autograd's. `torch.autograd.grad` leaves weight gradients alone, as without splitting. `create_graph=True` ends in a
+    `DeferredGradientError`. On a CUDA device a weight gradient is computed on the stream that is current where it
+    is run.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> with WeightGradSplitter(model, BackwardOrder(last=("0", "2"))) as splitter:
+        ...     model(torch.ones(2, 3)).sum().backward()
+        ...     waiting = splitter.num_pending
+        ...     splitter.finish()
+        >>> waiting, model[0].weight.grad is not None
+        (2, True)
+
+    Source:
+        Oh et al., Out-of-order backprop, EuroSys 2022: the weight gradient of a layer feeds nothing but its own update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        order: BackwardOrder,
+        *,
+        memory_cap_bytes: int | None = None,
+        on_grad: Callable[[str], None] | None = None,
+    ) -> None:
+        """Split from the next forward on, until `close`.
+
+        Args:
+            model: Its layers' forward is replaced on the instances. A copy of one has its own forward again.
+            order: Which layers wait, and until when. One that cannot be split is autograd's; see `reasons`.
+            memory_cap_bytes: What waiting layers may keep alive: inputs and output gradients. Beyond it the one that
+                has waited longest is computed at once. None: no limit.
+            on_grad: Told the name of a layer whose weight gradient is in `.grad`.
+
+        Raises:
+            ValueError: The order names a layer that the model does not have, or the cap is below 0.
+        """
+        if memory_cap_bytes is not None and memory_cap_bytes < 0:
+            raise ValueError(f"memory_cap_bytes is {memory_cap_bytes}; expected 0 or more, or None for no limit.")
+        modules = dict(model.named_modules())
+        unknown = sorted(order.deferred - modules.keys())
+        if unknown:
+            raise ValueError(f"The order names {', '.join(unknown)}; the model has no such module.")
+        names, self.reasons = splittable_layers(model)
+        self._order, self._cap, self._on_grad = order, memory_cap_bytes, on_grad
+        self._queue = TaskQueue()
+        self._anchors: dict[torch.device, Anchor] = {}
+        self._layers = {name: _SplitLayer(name, modules[name], self) for name in names if name in order.deferred}
+        self.reasons = {name: reason for name, reason in self.reasons.items() if name in order.deferred}
+        self.is_open = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers that wait."""
+        return tuple(self._layers)
+
+    @property
+    def num_pending(self) -> int:
+        """Weight gradients that wait at the moment."""
+        return len(self._queue)
+
+    @property
+    def pending_bytes(self) -> int:
+        """What they keep alive: inputs, output gradients, and weights of less precision under autocast."""
+        return self._queue.num_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that waited at a time."""
+        return self._queue.peak_bytes
+
+    def arrived(self, layer: _SplitLayer, call: Call, number: int) -> None:
+        """An input gradient is computed; note what its weight gradient needs, and compute those whose time has come.
+
+        Args:
+            layer: Whose.
+            call: What is needed.
+            number: Of the backward pass.
+        """
+        weight, bias = layer.parameters()
+        incoming = _bytes_of(call)
+        while self._cap is not None and len(self._queue) and self._queue.num_bytes + incoming > self._cap:
+            self._told(self._queue.run_oldest())
+        if self._cap is not None and incoming > self._cap:
+            # Larger than what may wait at all: not for a moment.
+            self._queue.add(layer.name, weight, bias, number, call)
+            self.run(layer.name)
+        else:
+            self._queue.add(layer.name, weight, bias, number, call)
+        for name in self._order.after.get(layer.name, ()):
+            self.run(name)
+
+    def run(self, name: str) -> bool:
+        """Compute a layer's weight gradient now.
+
+        Args:
+            name: The layer's.
+
+        Returns:
+            Whether it waited.
+        """
+        has_run = self._queue.run(name)
+        if has_run:
+            self._told(name)
+        return has_run
+
+    def finish(self) -> None:
+        """Compute all that waits, in the order's way; what the order does not expect, oldest first."""
+        for name in self._order.last:
+            self.run(name)
+        while len(self._queue):
+            self._told(self._queue.run_oldest())
+
+    def discard(self) -> None:
+        """Forget what waits, as after a backward that has failed."""
+        self._queue.clear()
+
+    def close(self) -> None:
+        """Give the layers their own forward back. What still waits can be computed yet."""
+        self.is_open = False
+        for layer in self._layers.values():
+            layer.restore()
+
+    def __enter__(self) -> WeightGradSplitter:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _told(self, name: str) -> None:
+        if self._on_grad is not None:
+            self._on_grad(name)
+
+    def anchor(self, device: torch.device) -> Anchor:
+        """The anchor of a device.
+
+        Args:
+            device: Where outputs are.
+
+        Returns:
+            One and the same for all layers there.
+        """
+        if device not in self._anchors:
+            self._anchors[device] = Anchor(device)
+        return self._anchors[device]
+
+
+def _bytes_of(call: Call) -> int:
+    return call.grad_output.untyped_storage().nbytes() + call.x.untyped_storage().nbytes()
+
+
+class _SplitLayer:
+    """In the place of a layer's forward. A copy of the layer, pickled or not, has its own forward again."""
+
+    def __init__(self, name: str, module: nn.Module, splitter: WeightGradSplitter) -> None:
+        self.name, self._module, self._splitter = name, module, splitter
+        self._forward = module.forward
+        module.__dict__["forward"] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+    def restore(self) -> None:
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+
+    def parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        module: Any = self._module
+        return module.weight, module._parameters.get("bias")
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        kernels = self._kernels(arguments, options)
+        if kernels is None:
+            return self._forward(*arguments, **options)
+        x, (weight, bias) = arguments[0], self.parameters()
+        is_cast = False
+        kind = weight.device.type
+        if not isinstance(self._module, nn.Embedding) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            is_cast = torch.is_autocast_cache_enabled()
+            x = _autocast(x, dtype)
+        else:
+            dtype = None
+        anchor = self._splitter.anchor(weight.device)
+        output: Tensor = _SplitCall.apply(self, kernels, dtype, is_cast, anchor, x, anchor.tensor)
+        return output
+
+    def _kernels(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Kernels | None:
+        if options or len(arguments) != 1 or not self._splitter.is_open or not torch.is_grad_enabled():
+            return None
+        weight, bias = self.parameters()
+        if type(weight) is not nn.Parameter or not weight.requires_grad or is_transformed():
+            return None
+        if bias is not None and type(bias) is not nn.Parameter:
+            return None
+        return find_kernels(self._module, arguments[0], arguments[1:])
+
+    def note(self, call: Call) -> None:
+        self._splitter.arrived(self, call, backward_number())
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does: floating point numbers, but not those of double precision."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+class _SplitCall(torch.autograd.Function):
+    """One call of a layer: backward gives the input gradient and notes what the weight gradient needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: _SplitLayer,
+        kernels: Kernels,
+        dtype: torch.dtype | None,
+        is_cast_shared: bool,
+        anchor: Anchor,
+        x: Tensor,
+        _: Tensor,
+    ) -> Tensor:
+        weight, bias = layer.parameters()
+        own: tuple[Tensor, Tensor | None] = weight, bias
+        if dtype is not None:
+            own = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.kernels, ctx.anchor, ctx.is_cast_shared = layer, kernels, anchor, is_cast_shared
+        ctx.save_for_backward(x, own[0])
+        return kernels.forward(x, *own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grads
+        nothing = (None,) * 7
+        if grad_output is None:
+            return nothing
+        if torch.is_grad_enabled():
+            raise DeferredGradientError(
+                f"backward(create_graph=True) came to {ctx.layer.name}, whose weight gradient waits: a gradient of a "
+                "gradient has to know it. Close the splitter, or leave this layer out of those that wait."
+            )
+        x, weight = ctx.saved_tensors
+        input_grad = None
+        if ctx.needs_input_grad[5]:
+            input_grad = ctx.kernels.input_grad(grad_output, x, weight, ctx.layer.parameters()[1] is not None)
+        if ctx.anchor.is_reached():
+            ctx.layer.note(Call(ctx.kernels, grad_output, x, weight, x._version, ctx.is_cast_shared))
+        return *nothing[:5], input_grad, None

@@ -1,0 +1,216 @@
+"""Weight gradients that wait: what each needs, how many bytes that keeps, and computing each exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpufeed.backprop.kernels import Kernels
+from lightning_gpufeed.errors import DeferredGradientError
+
+__all__ = ["Call", "Task", "TaskQueue"]
+
+
+@dataclass(slots=True)
+class Call:
+    """What one call of a layer left behind.
+
+    Attributes:
+        kernels: What computes it.
+        grad_output: Gradient of the output.
+        x: The input, in the dtype that was computed with.
+        weight: The weight as it was computed with: under autocast a copy of less precision.
+        version: Of `x` when it was noted.
+        is_cast_shared: Whether autograd would have cast one sum of all calls, rather than each.
+    """
+
+    kernels: Kernels
+    grad_output: Tensor
+    x: Tensor
+    weight: Tensor
+    version: int
+    is_cast_shared: bool
+
+    def grads(self, name: str, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Of weight and bias.
+
+        Args:
+            name: The layer's, for an error.
+            mask: Which of them.
+
+        Returns:
+            In the dtype that was computed with.
+
+        Raises:
+            DeferredGradientError: The input was changed in place meanwhile.
+        """
+        if self.x._version != self.version:
+            raise DeferredGradientError(
+                f"The input of {name} was changed in place before its weight gradient was computed from it; expected it "
+                "to stay as it was until the end of backward. Copy it before the change, or leave this layer out of "
+                "those that wait."
+            )
+        return self.kernels.weight_grad(self.grad_output, self.x, self.weight, mask)
+
+
+@dataclass
+class Task:
+    """The weight gradient of one layer in one backward pass.
+
+    Attributes:
+        name: The layer's.
+        weight: Gets its gradient in `.grad`.
+        bias: Likewise; None if there is none.
+        number: Of the backward pass.
+        calls: One for each time that the layer ran, in the order in which their gradients came.
+    """
+
+    name: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    number: int
+    calls: list[Call] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Compute, and let autograd add it to `.grad`, so that all hooks on parameters run as they would have."""
+        bias = self.bias if self.bias is not None and self.bias.requires_grad else None
+        mask = (self.weight.requires_grad, bias is not None)
+        if not any(mask):
+            self.calls.clear()  # frozen since
+            return
+        with torch.enable_grad():
+            root: Tensor = _Grads.apply(self, mask, self.weight, bias)
+        torch.autograd.backward(root, root.detach())
+
+    def grads(self, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Of weight and bias, over all calls; lets go of what they were computed from.
+
+        Args:
+            mask: Which of them.
+
+        Returns:
+            In the parameters' dtypes.
+        """
+        calls, self.calls = self.calls, []
+        totals: list[Tensor | None] = [None, None]
+        is_cast_first = not all(call.is_cast_shared for call in calls)
+        for call in calls:
+            for place, grad in enumerate(call.grads(self.name, mask)):
+                if grad is None:
+                    continue
+                total = totals[place]
+                own = grad.to(self._dtype(place)) if is_cast_first else grad
+                totals[place] = own if total is None else total + own
+        weight, bias = (None if total is None else total.to(self._dtype(n)) for n, total in enumerate(totals))
+        return weight, bias
+
+    def _dtype(self, place: int) -> torch.dtype:
+        return self.weight.dtype if place == 0 or self.bias is None else self.bias.dtype
+
+
+class _Grads(torch.autograd.Function):
+    """A node whose backward is the computation of a task: what comes out of it goes to the parameters natively."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, mask: tuple[bool, bool], weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.task, ctx.mask = task, mask
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.task.grads(ctx.mask)
+
+
+class TaskQueue:
+    """Tasks in the order in which they came, and how many bytes they keep alive.
+
+    Memory that several calls share, such as the input of three projections, is counted once.
+    """
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._tasks: dict[tuple[str, int], Task] = {}
+        self._owners: dict[tuple[torch.device, int], list[int]] = {}
+        self.num_bytes = 0
+        self.peak_bytes = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        """Those that wait, oldest first."""
+        return iter(list(self._tasks.values()))
+
+    def add(self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, number: int, call: Call) -> None:
+        """Note a call.
+
+        Args:
+            name: The layer's.
+            weight: Its weight.
+            bias: Its bias, if it has one.
+            number: Of the backward pass: calls of the same one are added up before they reach `.grad`.
+            call: What is needed.
+        """
+        task = self._tasks.setdefault((name, number), Task(name, weight, bias, number))
+        task.calls.append(call)
+        for tensor in (call.grad_output, call.x, call.weight):
+            storage = tensor.untyped_storage()
+            if tensor.data_ptr() == weight.data_ptr():
+                continue
+            entry = self._owners.setdefault((tensor.device, storage.data_ptr()), [0, storage.nbytes()])
+            if entry[0] == 0:
+                self.num_bytes += entry[1]
+            entry[0] += 1
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def run(self, name: str) -> bool:
+        """Run all tasks of a layer, oldest first.
+
+        Args:
+            name: The layer's.
+
+        Returns:
+            Whether there was one.
+        """
+        keys = [key for key in self._tasks if key[0] == name]
+        for key in keys:
+            self._run(key)
+        return bool(keys)
+
+    def run_oldest(self) -> str:
+        """Run the task that has waited longest.
+
+        Returns:
+            The layer's name.
+        """
+        key = next(iter(self._tasks))
+        self._run(key)
+        return key[0]
+
+    def _run(self, key: tuple[str, int]) -> None:
+        task = self._tasks.pop(key)
+        self._release(task)
+        task.run()
+
+    def _release(self, task: Task) -> None:
+        for call in task.calls:
+            for tensor in (call.grad_output, call.x, call.weight):
+                place = (tensor.device, tensor.untyped_storage().data_ptr())
+                if tensor.data_ptr() == task.weight.data_ptr() or place not in self._owners:
+                    continue
+                entry = self._owners[place]
+                entry[0] -= 1
+                if entry[0] == 0:
+                    self.num_bytes -= entry[1]
+                    del self._owners[place]
+
+    def clear(self) -> None:
+        """Forget all tasks, as after a failed backward."""
+        self._tasks.clear()
+        self._owners.clear()
+        self.num_bytes = 0
