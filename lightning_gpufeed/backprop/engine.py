@@ -8,6 +8,7 @@ name                                        what for
 torch._C._current_graph_task_id             one number per call of backward
 torch._C._will_engine_execute_node          whether that call accumulates gradients in leaves
 torch._C._are_functorch_transforms_active   whether vmap, grad or jvp of torch.func is at work
+torch._C._get_tracing_state                 whether torch.jit.trace is
 ==========================================  ===============================================================
 """
 
@@ -28,7 +29,11 @@ def backward_number() -> int:
 
 def is_transformed() -> bool:
     """Whether tensors are not what they seem: under torch.func, torch.compile, torch.jit.trace."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 class Anchor:

@@ -6,7 +6,7 @@
     here:       grad_output ──► input gradient                                       at once
                 grad_output, input ──► weight gradient, bias gradient                later
 
-Each half calls what the node of autograd calls, on the same tensors in the same layout, so both are bitwise equal to it.
+Each half calls what autograd's node calls, on the same tensors in the same layout, so both are bitwise equal to it.
 A call for which that is not known is refused (`find_kernels` gives None) and left to autograd.
 """
 
@@ -158,9 +158,9 @@ def is_splittable(module: nn.Module) -> str | None:
         return "its weight is computed from others"
     if kind is nn.Embedding and (module.sparse or module.max_norm is not None):
         return "its gradient is sparse or its weight is renormalised in forward"
-    if kind in (*_CONVOLUTIONS, *_TRANSPOSED):
-        if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return "it pads by other means than zeros on both sides"
+    is_convolution = kind in (*_CONVOLUTIONS, *_TRANSPOSED)
+    if is_convolution and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return "it pads by other means than zeros on both sides"
     return None
 
 
@@ -175,18 +175,17 @@ def find_kernels(module: nn.Module, x: Any, arguments: tuple[Any, ...]) -> Kerne
     Returns:
         None if this call has to be left to autograd: a layout or a type for which equality is not certain.
     """
-    if type(x) not in (Tensor, nn.Parameter) or arguments or not x.is_contiguous():
-        channels_last = isinstance(x, Tensor) and type(x) is Tensor and not arguments and _is_channels_last(x)
-        if not channels_last or isinstance(module, nn.Linear | nn.Embedding):
-            return None
+    if type(x) not in (Tensor, nn.Parameter) or arguments:
+        return None
     if isinstance(module, nn.Linear):
-        # Autograd's own choice of kernels depends on more for vectors and for nothing at all.
-        return _Linear() if x.dim() >= 2 and x.numel() > 0 and module.weight.is_contiguous() else None
+        # For other layouts, for vectors and for nothing at all autograd chooses among more kernels.
+        is_plain = x.is_contiguous() and module.weight.is_contiguous() and x.dim() >= 2 and x.numel() > 0
+        return _Linear() if is_plain else None
     if isinstance(module, nn.Embedding):
         padding_idx = -1 if module.padding_idx is None else module.padding_idx
         return _Embedding(padding_idx, module.scale_grad_by_freq)
     spatial = len(module.kernel_size)  # type: ignore[arg-type]
-    if x.dim() != spatial + 2 or x.numel() == 0:
+    if x.dim() != spatial + 2 or x.numel() == 0 or not (x.is_contiguous() or _is_channels_last(x)):
         return None
     return _Convolution(
         module.stride,  # type: ignore[arg-type]

@@ -242,17 +242,15 @@ class _SplitLayer:
         kernels = self._kernels(arguments, options)
         if kernels is None:
             return self._forward(*arguments, **options)
-        x, (weight, bias) = arguments[0], self.parameters()
-        is_cast = False
-        kind = weight.device.type
-        if not isinstance(self._module, nn.Embedding) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            is_cast = torch.is_autocast_cache_enabled()
+        x: Tensor = arguments[0]
+        device = self.parameters()[0].device
+        dtype, is_cast_shared = None, False
+        if torch.is_autocast_enabled(device.type) and not isinstance(self._module, nn.Embedding):
+            dtype, is_cast_shared = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
             x = _autocast(x, dtype)
-        else:
-            dtype = None
-        anchor = self._splitter.anchor(weight.device)
-        output: Tensor = _SplitCall.apply(self, kernels, dtype, is_cast, anchor, x, anchor.tensor)
+        anchor = self._splitter.anchor(device)
+        settings = self, kernels, dtype, is_cast_shared, anchor
+        output: Tensor = _SplitCall.apply(*settings, x, anchor.tensor)  # type: ignore[no-untyped-call]
         return output
 
     def _kernels(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Kernels | None:

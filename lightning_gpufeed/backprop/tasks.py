@@ -50,9 +50,9 @@ class Call:
         """
         if self.x._version != self.version:
             raise DeferredGradientError(
-                f"The input of {name} was changed in place before its weight gradient was computed from it; expected it "
-                "to stay as it was until the end of backward. Copy it before the change, or leave this layer out of "
-                "those that wait."
+                f"The input of {name} was changed in place before its weight gradient was computed from it; expected "
+                "it to stay as it was until then. Copy it before the change, or leave this layer out of those that "
+                "wait."
             )
         return self.kernels.weight_grad(self.grad_output, self.x, self.weight, mask)
 
@@ -83,7 +83,7 @@ class Task:
             self.calls.clear()  # frozen since
             return
         with torch.enable_grad():
-            root: Tensor = _Grads.apply(self, mask, self.weight, bias)
+            root: Tensor = _Grads.apply(self, mask, self.weight, bias)  # type: ignore[no-untyped-call]
         torch.autograd.backward(root, root.detach())
 
     def grads(self, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
