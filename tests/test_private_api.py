@@ -879,6 +879,85 @@ def test_the_bars_have_these_names_for_what_they_show(capsys):
 # torch -------------------------------------------------------------------------------------------------------
 
 
+# What autograd's engine says: the splitter of backward asks -----------------------------------------------------------
+
+
+def test_each_backward_has_a_number_of_its_own_and_there_is_none_outside():
+    """Calls of a layer in one backward are added up before they reach `.grad`. If this fails, look at
+    `torch._C._current_graph_task_id`: a layer that is used twice would differ in its last bits.
+    """
+    numbers: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        (y * 3).register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        (y * 3 + y).sum().backward()
+    assert torch._C._current_graph_task_id() == -1
+    assert len(set(numbers)) == 2
+    assert min(numbers) >= 0
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_leafs_node_is_executed_in_backward_and_not_in_grad_of_others(is_whole):
+    """`Anchor.is_reached` asks. If this fails, look at `torch._C._will_engine_execute_node`: weight gradients would be
+    computed in `torch.autograd.grad`, or in no backward at all.
+    """
+    seen: list[bool] = []
+    x, leaf = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+    y = x * leaf
+    y.register_hook(lambda _: seen.append(torch._C._will_engine_execute_node(node)))
+    if is_whole:
+        y.sum().backward()
+    else:
+        torch.autograd.grad(y.sum(), x)
+    assert seen == [is_whole]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_transforms_and_tracing_say_that_they_are_at_work():
+    """`is_transformed` asks. If this fails, look for `_are_functorch_transforms_active` and `_get_tracing_state`:
+    layers would be split where their tensors are placeholders.
+    """
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        is_traced = torch._C._get_tracing_state() is not None
+        seen.append((torch._C._are_functorch_transforms_active(), is_traced))
+        return x * 2
+
+    look(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    torch.jit.trace(look, torch.ones(2), check_trace=False)
+    assert seen == [(False, False), (True, False), (True, False), (False, True)]
+
+
+def test_a_gradient_that_a_node_computes_reaches_the_leaf_with_its_hooks():
+    """`Task.run` hands gradients over through a node. If this fails, look at `AccumulateGrad`: hooks on parameters
+    would not run, or run twice.
+    """
+    events: list[str] = []
+
+    class Computing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.new_empty(())
+
+        @staticmethod
+        def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+            return torch.full((3,), 2.0)
+
+    leaf = torch.nn.Parameter(torch.ones(3))
+    leaf.register_hook(lambda grad: events.append("hook"))
+    leaf.register_post_accumulate_grad_hook(lambda leaf: events.append(f"after {leaf.grad[0]:g}"))
+    for _ in range(2):
+        root = Computing.apply(leaf)
+        torch.autograd.backward(root, root.detach())
+    assert events == ["hook", "after 2", "hook", "after 4"]
+
+
 # Where FeedMonitor hooks in ------------------------------------------------------------------------------------------
 
 

@@ -66,9 +66,11 @@ class WeightGradSplitter:
     when a gradient is in `.grad`: after `finish`, and not yet after `backward`.
 
     A call of a layer that cannot be split exactly (a layout that is not contiguous, torch.func, torch.compile) is
-    autograd's. `torch.autograd.grad` leaves weight gradients alone, as without splitting. `create_graph=True` ends in a
-    `DeferredGradientError`. On a CUDA device a weight gradient is computed on the stream that is current where it
-    is run.
+    autograd's. A layer whose weight gets gradients from elsewhere too, as a tied head that is a function gives, is
+    split once: two gradients of one backward are added before the sum of earlier ones by autograd, and after it here,
+    which differs only where there are earlier ones. `torch.autograd.grad` leaves weight gradients alone, as without
+    splitting. `create_graph=True` ends in a `DeferredGradientError`. On a CUDA device a weight gradient is computed on
+    the stream that is current where it is run.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -112,6 +114,7 @@ class WeightGradSplitter:
         names, self.reasons = splittable_layers(model)
         self._order, self._cap, self._on_grad = order, memory_cap_bytes, on_grad
         self._queue = TaskQueue()
+        self._is_running = False
         self._anchors: dict[torch.device, Anchor] = {}
         self._layers = {name: _SplitLayer(name, modules[name], self) for name in names if name in order.deferred}
         self.reasons = {name: reason for name, reason in self.reasons.items() if name in order.deferred}
@@ -120,7 +123,7 @@ class WeightGradSplitter:
     @property
     def names(self) -> tuple[str, ...]:
         """The layers that wait."""
-        return tuple(self._layers)
+        return tuple(name for name in self._layers if name not in self.reasons)
 
     @property
     def num_pending(self) -> int:
@@ -146,9 +149,11 @@ class WeightGradSplitter:
             number: Of the backward pass.
         """
         weight, bias = layer.parameters()
+        if layer.foreign_number == number:
+            self._leave(layer)
         incoming = _bytes_of(call)
         while self._cap is not None and len(self._queue) and self._queue.num_bytes + incoming > self._cap:
-            self._told(self._queue.run_oldest())
+            self._run_oldest()
         if self._cap is not None and incoming > self._cap:
             # Larger than what may wait at all: not for a moment.
             self._queue.add(layer.name, weight, bias, number, call)
@@ -167,7 +172,11 @@ class WeightGradSplitter:
         Returns:
             Whether it waited.
         """
-        has_run = self._queue.run(name)
+        self._is_running = True
+        try:
+            has_run = self._queue.run(name)
+        finally:
+            self._is_running = False
         if has_run:
             self._told(name)
         return has_run
@@ -177,7 +186,27 @@ class WeightGradSplitter:
         for name in self._order.last:
             self.run(name)
         while len(self._queue):
-            self._told(self._queue.run_oldest())
+            self._run_oldest()
+
+    def _run_oldest(self) -> None:
+        self.run(next(iter(self._queue)).name)
+
+    def arrived_elsewhere(self, layer: _SplitLayer, number: int) -> None:
+        """Autograd has added to the gradient of a layer's parameter.
+
+        Args:
+            layer: Whose.
+            number: Of the backward pass.
+        """
+        if self._is_running:
+            return
+        layer.foreign_number = number
+        if any((task.name, task.number) == (layer.name, number) for task in self._queue):
+            self._leave(layer)
+
+    def _leave(self, layer: _SplitLayer) -> None:
+        layer.restore()
+        self.reasons[layer.name] = "its weight gets gradients from elsewhere too"
 
     def discard(self) -> None:
         """Forget what waits, as after a backward that has failed."""
@@ -226,6 +255,16 @@ class _SplitLayer:
         self.name, self._module, self._splitter = name, module, splitter
         self._forward = module.forward
         module.__dict__["forward"] = self
+        self.foreign_number = -1
+        """The latest backward pass in which autograd itself came to the weight or the bias."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+
+    def _see(self, _: Tensor) -> None:
+        self._splitter.arrived_elsewhere(self, backward_number())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")
@@ -233,6 +272,8 @@ class _SplitLayer:
     def restore(self) -> None:
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
+        for hook in self._hooks:
+            hook.remove()
 
     def parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
         module: Any = self._module

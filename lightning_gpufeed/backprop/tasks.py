@@ -182,16 +182,6 @@ class TaskQueue:
             self._run(key)
         return bool(keys)
 
-    def run_oldest(self) -> str:
-        """Run the task that has waited longest.
-
-        Returns:
-            The layer's name.
-        """
-        key = next(iter(self._tasks))
-        self._run(key)
-        return key[0]
-
     def _run(self, key: tuple[str, int]) -> None:
         task = self._tasks.pop(key)
         self._release(task)
