@@ -11,7 +11,7 @@ autograd's node of the parameter, so hooks on parameters run as they would have,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -115,6 +115,7 @@ class WeightGradSplitter:
         self._order, self._cap, self._on_grad = order, memory_cap_bytes, on_grad
         self._queue = TaskQueue()
         self._is_running = False
+        self._missing: dict[str, int] = {}
         self._anchors: dict[torch.device, Anchor] = {}
         self._layers = {name: _SplitLayer(name, modules[name], self) for name in names if name in order.deferred}
         self.reasons = {name: reason for name, reason in self.reasons.items() if name in order.deferred}
@@ -153,45 +154,43 @@ class WeightGradSplitter:
             self._leave(layer)
         incoming = _bytes_of(call)
         while self._cap is not None and len(self._queue) and self._queue.num_bytes + incoming > self._cap:
-            self._run_oldest()
+            self.run(next(iter(self._queue)).name)
         if self._cap is not None and incoming > self._cap:
             # Larger than what may wait at all: not for a moment.
             self._queue.add(layer.name, weight, bias, number, call)
             self.run(layer.name)
         else:
             self._queue.add(layer.name, weight, bias, number, call)
-        for name in self._order.after.get(layer.name, ()):
-            self.run(name)
+        if due := self._order.after.get(layer.name):
+            self.run(*due)
 
-    def run(self, name: str) -> bool:
-        """Compute a layer's weight gradient now.
+    def run(self, *names: str) -> None:
+        """Compute weight gradients now, those of them that wait.
 
         Args:
-            name: The layer's.
-
-        Returns:
-            Whether it waited.
+            names: Of layers, in the order in which to compute.
         """
-        self._is_running = True
-        try:
-            has_run = self._queue.run(name)
-        finally:
-            self._is_running = False
-        if has_run:
-            self._told(name)
-        return has_run
+        self._run(names)
 
     def finish(self) -> None:
-        """Compute all that waits, in the order's way; what the order does not expect, oldest first."""
-        for name in self._order.last:
-            self.run(name)
-        while len(self._queue):
-            self._run_oldest()
+        """Compute all that waits, in the order's way; what the order does not expect comes last, oldest first."""
+        if len(self._queue):
+            expected = dict.fromkeys(self._order.last)
+            self._run([*expected, *dict.fromkeys(task.name for task in self._queue if task.name not in expected)])
 
-    def _run_oldest(self) -> None:
-        self.run(next(iter(self._queue)).name)
+    def _run(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self._is_running = True
+        self._missing = {name: 0 for name in names}
+        for task in self._queue:
+            if task.name in self._missing:
+                self._missing[task.name] += task.num_grads
+        try:
+            self._queue.run(names)
+        finally:
+            self._is_running = False
 
-    def arrived_elsewhere(self, layer: _SplitLayer, number: int) -> None:
+    def added(self, layer: _SplitLayer, number: int) -> None:
         """Autograd has added to the gradient of a layer's parameter.
 
         Args:
@@ -199,6 +198,9 @@ class WeightGradSplitter:
             number: Of the backward pass.
         """
         if self._is_running:
+            self._missing[layer.name] -= 1
+            if self._on_grad is not None and not self._missing[layer.name]:
+                self._on_grad(layer.name)
             return
         layer.foreign_number = number
         if any((task.name, task.number) == (layer.name, number) for task in self._queue):
@@ -225,10 +227,6 @@ class WeightGradSplitter:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
-
-    def _told(self, name: str) -> None:
-        if self._on_grad is not None:
-            self._on_grad(name)
 
     def anchor(self, device: torch.device) -> Anchor:
         """The anchor of a device.
@@ -264,7 +262,7 @@ class _SplitLayer:
         ]
 
     def _see(self, _: Tensor) -> None:
-        self._splitter.arrived_elsewhere(self, backward_number())
+        self._splitter.added(self, backward_number())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,16 +75,24 @@ class Task:
     number: int
     calls: list[Call] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Compute, and let autograd add it to `.grad`, so that all hooks on parameters run as they would have."""
+    @property
+    def num_grads(self) -> int:
+        """How many parameters get a gradient; 0 if all are frozen meanwhile."""
+        return self.weight.requires_grad + (self.bias is not None and self.bias.requires_grad)
+
+    def root(self) -> Tensor | None:
+        """What has to be run backward from to compute it.
+
+        Returns:
+            A tensor without elements; None if all is frozen meanwhile.
+        """
+        if not self.num_grads:
+            return None
         bias = self.bias if self.bias is not None and self.bias.requires_grad else None
         mask = (self.weight.requires_grad, bias is not None)
-        if not any(mask):
-            self.calls.clear()  # frozen since
-            return
         with torch.enable_grad():
             root: Tensor = _Grads.apply(self, mask, self.weight, bias)  # type: ignore[no-untyped-call]
-        torch.autograd.backward(root, root.detach())
+        return root
 
     def grads(self, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
         """Of weight and bias, over all calls; lets go of what they were computed from.
@@ -168,24 +176,30 @@ class TaskQueue:
             entry[0] += 1
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
-    def run(self, name: str) -> bool:
-        """Run all tasks of a layer, oldest first.
+    def run(self, names: Iterable[str] | None = None) -> None:
+        """Run all tasks of some layers, one layer after the other.
+
+        Autograd adds each to `.grad` as soon as it is computed, so all hooks on parameters run as they would have. All
+        are given to it at once, as each time costs tens of microseconds.
 
         Args:
-            name: The layer's.
-
-        Returns:
-            Whether there was one.
+            names: The layers'. None: all, oldest first.
         """
-        keys = [key for key in self._tasks if key[0] == name]
-        for key in keys:
-            self._run(key)
-        return bool(keys)
-
-    def _run(self, key: tuple[str, int]) -> None:
-        task = self._tasks.pop(key)
-        self._release(task)
-        task.run()
+        if names is None:
+            keys = list(self._tasks)
+        else:
+            numbers: dict[str, list[int]] = {}
+            for name, number in self._tasks:
+                numbers.setdefault(name, []).append(number)
+            keys = [(name, number) for name in names for number in numbers.get(name, ())]
+        tasks = [self._tasks.pop(key) for key in keys]
+        for task in tasks:
+            self._release(task)
+        # Of nodes that are ready the engine takes the one that was made last.
+        roots = [root for task in reversed(tasks) if (root := task.root()) is not None]
+        del tasks
+        if roots:
+            torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def _release(self, task: Task) -> None:
         for call in task.calls:
