@@ -30,7 +30,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_gpufeed.diagnose.observer import Observer
 from lightning_gpufeed.echo.loader import REPEATED
 
-__all__ = ["TrainerWatch", "training_loader"]
+__all__ = ["TrainerWatch", "training_loader", "without_skipped_hooks"]
 
 
 _HOOKS_OF_A_STEP = (
@@ -40,6 +40,11 @@ _HOOKS_OF_A_STEP = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
+
+
+def without_skipped_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a callback, for a copy whose hooks are called again."""
+    return {key: value for key, value in state.items() if key not in _HOOKS_OF_A_STEP or value is not None}
 
 
 def training_loader(trainer: Trainer) -> Any:

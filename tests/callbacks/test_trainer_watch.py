@@ -636,13 +636,58 @@ def test_a_trainer_that_is_monitored_can_be_pickled_and_copied_as_one_that_is_no
     monitor, copying = FeedMonitor(table=False, first_seconds=None), Copying()
     make_trainer(max_epochs=1, callbacks=[monitor, copying]).fit(Model(), batches(1))
     assert len(copying.copies) == 2
+    assert monitor.on_before_backward.__self__ is monitor
     for trainer in copying.copies:
+        assert all(callable(one.on_before_backward) for one in trainer.callbacks)
         loop = trainer.fit_loop.epoch_loop
         assert loop._on_before_fetch.__self__ is loop
         assert loop.automatic_optimization.run.__self__ is loop.automatic_optimization
         assert trainer.lightning_module.transfer_batch_to_device.__self__ is trainer.lightning_module
         assert trainer.precision_plugin.convert_input.__self__ is trainer.precision_plugin
     assert len(monitor.records) == 1
+
+
+class Composite(pl.Callback):
+    """Calls all hooks of a monitor that the Trainer does not know."""
+
+    def __init__(self, monitor: FeedMonitor) -> None:
+        self.monitor = monitor
+
+    def on_fit_start(self, *args: Any) -> None:
+        self.monitor.on_fit_start(*args)
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.monitor.on_train_epoch_start(*args)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.monitor.on_before_backward(*args)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.monitor.on_train_batch_end(*args)
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.monitor.on_train_epoch_end(*args)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.monitor.teardown(trainer, pl_module, stage)
+
+
+def test_hooks_that_do_nothing_are_skipped_only_where_the_trainer_itself_would_call_them():
+    class Looking(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append([one.on_before_backward is None for one in monitors])
+
+    class Overriding(FeedMonitor):
+        def on_before_backward(self, *args: Any) -> None:
+            seen.append("called")
+
+    options = {"table": False, "first_seconds": None}
+    monitors = [FeedMonitor(**options), Overriding(**options), FeedMonitor(**options)]
+    seen: list[Any] = []
+    callbacks = [*monitors[:2], Composite(monitors[2]), Looking()]
+    make_trainer(max_epochs=1, callbacks=callbacks).fit(Model(), batches(1))
+    assert seen == [[True, False, False], "called"]
+    assert all(len(one.records) == 1 and callable(one.on_before_backward) for one in monitors)
 
 
 # The loaders -----------------------------------------------------------------------------------------------
