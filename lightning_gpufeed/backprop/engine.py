@@ -9,6 +9,7 @@ torch._C._current_graph_task_id             one number per call of backward
 torch._C._will_engine_execute_node          whether that call accumulates gradients in leaves
 torch._C._are_functorch_transforms_active   whether vmap, grad or jvp of torch.func is at work
 torch._C._get_tracing_state                 whether torch.jit.trace is
+torch.autograd.forward_ad._current_level    whether derivatives are taken forward; -1 if not
 ==========================================  ===============================================================
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["Anchor", "backward_number", "is_transformed"]
 
@@ -28,11 +30,12 @@ def backward_number() -> int:
 
 
 def is_transformed() -> bool:
-    """Whether tensors are not what they seem: under torch.func, torch.compile, torch.jit.trace."""
+    """Whether tensors are not what they seem: under torch.func, forward derivatives, torch.compile, torch.jit.trace."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
     )
 
 

@@ -150,7 +150,7 @@ def is_splittable(module: nn.Module) -> str | None:
     kind = type(module)
     if kind not in (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED):
         return "no layer with a weight gradient of its own"
-    if "forward" in module.__dict__:
+    if getattr(module.forward, "__func__", None) is not kind.forward:
         return "its forward is replaced"
     if set(module._parameters) != ({"weight"} if kind is nn.Embedding else {"weight", "bias"}):
         return "its parameters are others than weight and bias"
@@ -175,7 +175,7 @@ def find_kernels(module: nn.Module, x: Any, arguments: tuple[Any, ...]) -> Kerne
     Returns:
         None if this call has to be left to autograd: a layout or a type for which equality is not certain.
     """
-    if type(x) not in (Tensor, nn.Parameter) or arguments:
+    if type(x) not in (Tensor, nn.Parameter) or arguments or module.weight.is_complex() or x.is_complex():  # type: ignore[operator]
         return None
     if isinstance(module, nn.Linear):
         # For other layouts, for vectors and for nothing at all autograd chooses among more kernels.

@@ -89,20 +89,32 @@ def from_actions(actions: Iterable[tuple[str, str]]) -> BackwardOrder:
     Returns:
         The order.
 
+    Raises:
+        ValueError: An action is neither, comes twice, or a W comes before its I.
+
     Example:
         >>> from_actions([("I", "b"), ("I", "a"), ("W", "b"), ("W", "a")]).last
         ('b', 'a')
     """
     after: dict[str, list[str]] = {}
-    latest: str | None = None
+    latest, done = "", set()
     for kind, name in actions:
         if kind == "I":
+            if name in after:
+                raise ValueError(f"I {name} comes twice; expected each layer's input gradient once.")
             latest = name
             after[name] = []
-        elif latest is not None:
+        elif kind == "W":
+            if name not in after:
+                raise ValueError(f"W {name} comes before I {name}; expected the input gradient first.")
+            if name in done:
+                raise ValueError(f"W {name} comes twice; expected each layer's weight gradient once.")
+            done.add(name)
             after[latest].append(name)
+        else:
+            raise ValueError(f"{kind!r} is no action; expected 'I' or 'W'.")
     last: list[str] = []
-    if latest is not None and after[latest] != [latest]:
+    if latest and after[latest] != [latest]:
         last = after.pop(latest)
     runs = {name: tuple(run) for name, run in after.items() if run and run != [name]}
     return BackwardOrder(runs, tuple(last))

@@ -65,12 +65,16 @@ class WeightGradSplitter:
     What stays bitwise equal: outputs, all gradients, hooks on parameters and their order per parameter. What differs is
     when a gradient is in `.grad`: after `finish`, and not yet after `backward`.
 
-    A call of a layer that cannot be split exactly (a layout that is not contiguous, torch.func, torch.compile) is
-    autograd's. A layer whose weight gets gradients from elsewhere too, as a tied head that is a function gives, is
-    split once: two gradients of one backward are added before the sum of earlier ones by autograd, and after it here,
-    which differs only where there are earlier ones. `torch.autograd.grad` leaves weight gradients alone, as without
-    splitting. `create_graph=True` ends in a `DeferredGradientError`. On a CUDA device a weight gradient is computed on
+    A call of a layer that cannot be split exactly (a layout that is not contiguous, complex numbers, torch.func,
+    torch.compile) is autograd's. `backward(create_graph=True)` ends in a `DeferredGradientError`; with `inputs=`, and
+    in `torch.autograd.grad`, no weight gradient of a layer that waits is computed. On a CUDA device it is computed on
     the stream that is current where it is run.
+
+    Not bitwise, as sums are rounded in another place: a layer used several times in one graph, under several autocast
+    contexts or both inside and outside of a reentrant checkpoint; under autocast a leaf that requires a gradient and
+    goes into several layers. A layer whose weight gets gradients from elsewhere too, as from a tied head that is a
+    function, is split in one backward only, and noticed there: two gradients of one backward are added before the sum
+    of earlier ones by autograd, and after it here, which differs only where there are earlier ones.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -96,7 +100,7 @@ class WeightGradSplitter:
         """Split from the next forward on, until `close`.
 
         Args:
-            model: Its layers' forward is replaced on the instances. A copy of one has its own forward again.
+            model: Its layers' forward is replaced on the instances. A deep copy of one has its own forward again.
             order: Which layers wait, and until when. One that cannot be split is autograd's; see `reasons`.
             memory_cap_bytes: What waiting layers may keep alive: inputs and output gradients. Beyond it the one that
                 has waited longest is computed at once. None: no limit.
@@ -108,23 +112,28 @@ class WeightGradSplitter:
         if memory_cap_bytes is not None and memory_cap_bytes < 0:
             raise ValueError(f"memory_cap_bytes is {memory_cap_bytes}; expected 0 or more, or None for no limit.")
         modules = dict(model.named_modules())
-        unknown = sorted(order.deferred - modules.keys())
+        wanted = order.deferred | order.after.keys()
+        unknown = sorted(wanted - modules.keys())
         if unknown:
             raise ValueError(f"The order names {', '.join(unknown)}; the model has no such module.")
-        names, self.reasons = splittable_layers(model)
+        names, reasons = splittable_layers(model)
+        self.reasons = {name: reasons.get(name, "it has no weight") for name in sorted(wanted - set(names))}
         self._order, self._cap, self._on_grad = order, memory_cap_bytes, on_grad
+        # A layer that others wait for is split too, to know when it is there; its own weight gradient does not wait.
+        self._after = {name: run if name in order.deferred else (name, *run) for name, run in order.after.items()}
         self._queue = TaskQueue()
+        self.peak_bytes = 0
+        """The most that waited at a time."""
         self._is_running = False
         self._missing: dict[str, int] = {}
         self._anchors: dict[torch.device, Anchor] = {}
-        self._layers = {name: _SplitLayer(name, modules[name], self) for name in names if name in order.deferred}
-        self.reasons = {name: reason for name, reason in self.reasons.items() if name in order.deferred}
+        self._layers = {name: _SplitLayer(name, modules[name], self) for name in names if name in wanted}
         self.is_open = True
 
     @property
     def names(self) -> tuple[str, ...]:
         """The layers that wait."""
-        return tuple(name for name in self._layers if name not in self.reasons)
+        return tuple(name for name in self._layers if name in self._order.deferred and name not in self.reasons)
 
     @property
     def num_pending(self) -> int:
@@ -136,33 +145,45 @@ class WeightGradSplitter:
         """What they keep alive: inputs, output gradients, and weights of less precision under autocast."""
         return self._queue.num_bytes
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that waited at a time."""
-        return self._queue.peak_bytes
-
-    def arrived(self, layer: _SplitLayer, call: Call, number: int) -> None:
+    def arrived(
+        self, layer: _SplitLayer, weight: nn.Parameter, bias: nn.Parameter | None, call: Call, number: int
+    ) -> None:
         """An input gradient is computed; note what its weight gradient needs, and compute those whose time has come.
 
         Args:
             layer: Whose.
+            weight: That was computed with.
+            bias: Likewise.
             call: What is needed.
             number: Of the backward pass.
         """
-        weight, bias = layer.parameters()
         if layer.foreign_number == number:
             self._leave(layer)
-        incoming = _bytes_of(call)
-        while self._cap is not None and len(self._queue) and self._queue.num_bytes + incoming > self._cap:
-            self.run(next(iter(self._queue)).name)
-        if self._cap is not None and incoming > self._cap:
-            # Larger than what may wait at all: not for a moment.
-            self._queue.add(layer.name, weight, bias, number, call)
-            self.run(layer.name)
-        else:
-            self._queue.add(layer.name, weight, bias, number, call)
-        if due := self._order.after.get(layer.name):
-            self.run(*due)
+        if self._cap is not None:
+            self._make_room(_bytes_of(call))
+        self._queue.add(layer.name, weight, bias, number, call)
+        if self._cap is not None and self._queue.num_bytes > self._cap:
+            self._compute((layer.name,))  # larger than what may wait at all
+        if due := self._after.get(layer.name):
+            self._compute(due)
+        self.peak_bytes = max(self.peak_bytes, self._queue.num_bytes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Compute what has waited longest until so much more may wait."""
+        assert self._cap is not None
+        for task in self._queue:
+            if self._queue.num_bytes + num_bytes <= self._cap:
+                return
+            if task.calls:
+                self._compute((task.name,))
+
+    def _compute(self, names: Iterable[str]) -> None:
+        """Weight gradients; of layers with calls to come only the sum so far, as autograd adds up before `.grad`."""
+        names = [name for name in names if name in self._layers]
+        self._run(name for name in names if not self._layers[name].num_calls)
+        for task in self._queue:
+            if task.calls and task.name in names:
+                self._queue.fold(task)
 
     def run(self, *names: str) -> None:
         """Compute weight gradients now, those of them that wait.
@@ -208,6 +229,7 @@ class WeightGradSplitter:
 
     def _leave(self, layer: _SplitLayer) -> None:
         layer.restore()
+        layer.unhook()
         self.reasons[layer.name] = "its weight gets gradients from elsewhere too"
 
     def discard(self) -> None:
@@ -219,6 +241,7 @@ class WeightGradSplitter:
         self.is_open = False
         for layer in self._layers.values():
             layer.restore()
+            layer.unhook()
 
     def __enter__(self) -> WeightGradSplitter:
         """Itself."""
@@ -247,11 +270,14 @@ def _bytes_of(call: Call) -> int:
 
 
 class _SplitLayer:
-    """In the place of a layer's forward. A copy of the layer, pickled or not, has its own forward again."""
+    """In the place of a layer's forward. A deep copy of the layer, pickled or not, has its own forward again."""
 
     def __init__(self, name: str, module: nn.Module, splitter: WeightGradSplitter) -> None:
         self.name, self._module, self._splitter = name, module, splitter
-        self._forward = module.forward
+        self._forward = type(module).forward.__get__(module)
+        module.__dict__.pop("forward", None)  # a copy of one that was split has its own as an attribute
+        self.num_calls = 0
+        """Calls whose backward has not come, of graphs that are still alive."""
         module.__dict__["forward"] = self
         self.foreign_number = -1
         """The latest backward pass in which autograd itself came to the weight or the bias."""
@@ -270,6 +296,8 @@ class _SplitLayer:
     def restore(self) -> None:
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
+
+    def unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -282,14 +310,15 @@ class _SplitLayer:
         if kernels is None:
             return self._forward(*arguments, **options)
         x: Tensor = arguments[0]
-        device = self.parameters()[0].device
+        weight, bias = self.parameters()
+        device = weight.device
         dtype, is_cast_shared = None, False
         if torch.is_autocast_enabled(device.type) and not isinstance(self._module, nn.Embedding):
             dtype, is_cast_shared = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
             x = _autocast(x, dtype)
         anchor = self._splitter.anchor(device)
-        settings = self, kernels, dtype, is_cast_shared, anchor
-        output: Tensor = _SplitCall.apply(*settings, x, anchor.tensor)  # type: ignore[no-untyped-call]
+        note = _Note(self, weight, bias, kernels, is_cast_shared)
+        output: Tensor = _SplitCall.apply(note, dtype, anchor, x, anchor.tensor)  # type: ignore[no-untyped-call]
         return output
 
     def _kernels(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Kernels | None:
@@ -302,8 +331,38 @@ class _SplitLayer:
             return None
         return find_kernels(self._module, arguments[0], arguments[1:])
 
-    def note(self, call: Call) -> None:
-        self._splitter.arrived(self, call, backward_number())
+    def arrived(self, note: _Note, call: Call) -> None:
+        self._splitter.arrived(self, note.weight, note.bias, call, backward_number())
+
+
+class _Note:
+    """What one call of a layer has to remember until its backward. Lives as long as the graph."""
+
+    def __init__(
+        self,
+        layer: _SplitLayer,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        kernels: Kernels,
+        is_cast_shared: bool,
+    ) -> None:
+        self.layer, self.weight, self.bias, self.kernels = layer, weight, bias, kernels
+        self.is_cast_shared = is_cast_shared
+        self._is_counted = True
+        layer.num_calls += 1
+
+    def arrive(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> None:
+        self._uncount()
+        versions = x._version, grad_output._version
+        self.layer.arrived(self, Call(self.kernels, grad_output, x, weight, versions, self.is_cast_shared))
+
+    def _uncount(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self.layer.num_calls -= 1
+
+    def __del__(self) -> None:
+        self._uncount()
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -315,40 +374,34 @@ class _SplitCall(torch.autograd.Function):
     """One call of a layer: backward gives the input gradient and notes what the weight gradient needs."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        layer: _SplitLayer,
-        kernels: Kernels,
-        dtype: torch.dtype | None,
-        is_cast_shared: bool,
-        anchor: Anchor,
-        x: Tensor,
-        _: Tensor,
-    ) -> Tensor:
-        weight, bias = layer.parameters()
-        own: tuple[Tensor, Tensor | None] = weight, bias
+    def forward(ctx: Any, note: _Note, dtype: torch.dtype | None, anchor: Anchor, x: Tensor, _: Tensor) -> Tensor:
+        weight: Tensor = note.weight
+        bias: Tensor | None = note.bias
         if dtype is not None:
-            own = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
+            weight, bias = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.kernels, ctx.anchor, ctx.is_cast_shared = layer, kernels, anchor, is_cast_shared
-        ctx.save_for_backward(x, own[0])
-        return kernels.forward(x, *own)
+        ctx.note, ctx.anchor = note, anchor
+        # As autograd, which does not mind a change of a weight that no input gradient needs.
+        ctx.weight = None if ctx.needs_input_grad[3] else weight
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
+        return note.kernels.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
-        nothing = (None,) * 7
         if grad_output is None:
-            return nothing
+            return (None,) * 5
         if torch.is_grad_enabled():
             raise DeferredGradientError(
-                f"backward(create_graph=True) came to {ctx.layer.name}, whose weight gradient waits: a gradient of a "
-                "gradient has to know it. Close the splitter, or leave this layer out of those that wait."
+                f"backward(create_graph=True) came to {ctx.note.layer.name}, whose weight gradient waits: a gradient "
+                "of a gradient has to know it. Close the splitter, or leave this layer out of those that wait."
             )
         x, weight = ctx.saved_tensors
         input_grad = None
-        if ctx.needs_input_grad[5]:
-            input_grad = ctx.kernels.input_grad(grad_output, x, weight, ctx.layer.parameters()[1] is not None)
+        if weight is None:
+            weight = ctx.weight
+        else:
+            input_grad = ctx.note.kernels.input_grad(grad_output, x, weight, ctx.note.bias is not None)
         if ctx.anchor.is_reached():
-            ctx.layer.note(Call(ctx.kernels, grad_output, x, weight, x._version, ctx.is_cast_shared))
-        return *nothing[:5], input_grad, None
+            ctx.note.arrive(grad_output, x, weight)
+        return None, None, None, input_grad, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_gpufeed.backprop.kernels import Kernels
 from lightning_gpufeed.errors import DeferredGradientError
+
+_Key = tuple[str, int, int]
 
 __all__ = ["Call", "Task", "TaskQueue"]
 
@@ -24,7 +27,7 @@ class Call:
         grad_output: Gradient of the output.
         x: The input, in the dtype that was computed with.
         weight: The weight as it was computed with: under autocast a copy of less precision.
-        version: Of `x` when it was noted.
+        versions: Of `x` and `grad_output` when they were noted.
         is_cast_shared: Whether autograd would have cast one sum of all calls, rather than each.
     """
 
@@ -32,7 +35,7 @@ class Call:
     grad_output: Tensor
     x: Tensor
     weight: Tensor
-    version: int
+    versions: tuple[int, int]
     is_cast_shared: bool
 
     def grads(self, name: str, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
@@ -46,11 +49,12 @@ class Call:
             In the dtype that was computed with.
 
         Raises:
-            DeferredGradientError: The input was changed in place meanwhile.
+            DeferredGradientError: The input or the gradient of the output was changed in place meanwhile.
         """
-        if self.x._version != self.version:
+        if (self.x._version, self.grad_output._version) != self.versions:
+            what = "input" if self.x._version != self.versions[0] else "gradient of the output"
             raise DeferredGradientError(
-                f"The input of {name} was changed in place before its weight gradient was computed from it; expected "
+                f"The {what} of {name} was changed in place before its weight gradient was computed from it; expected "
                 "it to stay as it was until then. Copy it before the change, or leave this layer out of those that "
                 "wait."
             )
@@ -67,6 +71,7 @@ class Task:
         bias: Likewise; None if there is none.
         number: Of the backward pass.
         calls: One for each time that the layer ran, in the order in which their gradients came.
+        totals: Of calls that are computed already, for weight and bias.
     """
 
     name: str
@@ -74,6 +79,7 @@ class Task:
     bias: nn.Parameter | None
     number: int
     calls: list[Call] = field(default_factory=list)
+    totals: list[Tensor | None] = field(default_factory=lambda: [None, None])
 
     @property
     def num_grads(self) -> int:
@@ -91,30 +97,33 @@ class Task:
         bias = self.bias if self.bias is not None and self.bias.requires_grad else None
         mask = (self.weight.requires_grad, bias is not None)
         with torch.enable_grad():
-            root: Tensor = _Grads.apply(self, mask, self.weight, bias)  # type: ignore[no-untyped-call]
+            root: Tensor = _Grads.apply(self, self.weight if mask[0] else None, bias)  # type: ignore[no-untyped-call]
         return root
 
-    def grads(self, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Of weight and bias, over all calls; lets go of what they were computed from.
+    def fold(self) -> None:
+        """Compute the calls so far, and keep their sum in place of what they need: more calls are to come."""
+        calls, self.calls = self.calls, []
+        mask = (self.weight.requires_grad, self.bias is not None and self.bias.requires_grad)
+        with torch.no_grad(), no_autocast(self.weight.device):
+            for call in calls:
+                for place, grad in enumerate(call.grads(self.name, mask)):
+                    if grad is not None:
+                        self._add(place, grad if call.is_cast_shared else grad.to(self._dtype(place)))
 
-        Args:
-            mask: Which of them.
+    def grads(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of weight and bias, over all calls; lets go of what they were computed from.
 
         Returns:
             In the parameters' dtypes.
         """
-        calls, self.calls = self.calls, []
-        totals: list[Tensor | None] = [None, None]
-        is_cast_first = not all(call.is_cast_shared for call in calls)
-        for call in calls:
-            for place, grad in enumerate(call.grads(self.name, mask)):
-                if grad is None:
-                    continue
-                total = totals[place]
-                own = grad.to(self._dtype(place)) if is_cast_first else grad
-                totals[place] = own if total is None else total + own
+        self.fold()
+        totals, self.totals = self.totals, [None, None]
         weight, bias = (None if total is None else total.to(self._dtype(n)) for n, total in enumerate(totals))
         return weight, bias
+
+    def _add(self, place: int, grad: Tensor) -> None:
+        total = self.totals[place]
+        self.totals[place] = grad if total is None else total + grad
 
     def _dtype(self, place: int) -> torch.dtype:
         return self.weight.dtype if place == 0 or self.bias is None else self.bias.dtype
@@ -124,13 +133,18 @@ class _Grads(torch.autograd.Function):
     """A node whose backward is the computation of a task: what comes out of it goes to the parameters natively."""
 
     @staticmethod
-    def forward(ctx: Any, task: Task, mask: tuple[bool, bool], weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.task, ctx.mask = task, mask
-        return weight.new_empty(())
+    def forward(ctx: Any, task: Task, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.task = task
+        return task.weight.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.task.grads(ctx.mask)
+        return None, *ctx.task.grads()
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """Kernels run in the dtypes of what they are given, wherever the caller is."""
+    return torch.autocast(device.type, enabled=False)
 
 
 class TaskQueue:
@@ -141,10 +155,9 @@ class TaskQueue:
 
     def __init__(self) -> None:
         """Empty."""
-        self._tasks: dict[tuple[str, int], Task] = {}
+        self._tasks: dict[_Key, Task] = {}
         self._owners: dict[tuple[torch.device, int], list[int]] = {}
         self.num_bytes = 0
-        self.peak_bytes = 0
 
     def __len__(self) -> int:
         """How many wait."""
@@ -164,7 +177,7 @@ class TaskQueue:
             number: Of the backward pass: calls of the same one are added up before they reach `.grad`.
             call: What is needed.
         """
-        task = self._tasks.setdefault((name, number), Task(name, weight, bias, number))
+        task = self._tasks.setdefault((name, number, id(weight)), Task(name, weight, bias, number))
         task.calls.append(call)
         for tensor in (call.grad_output, call.x, call.weight):
             storage = tensor.untyped_storage()
@@ -174,7 +187,15 @@ class TaskQueue:
             if entry[0] == 0:
                 self.num_bytes += entry[1]
             entry[0] += 1
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def fold(self, task: Task) -> None:
+        """Keep the sum of a task's calls so far in place of what they need.
+
+        Args:
+            task: One that waits.
+        """
+        self._release(task)
+        task.fold()
 
     def run(self, names: Iterable[str] | None = None) -> None:
         """Run all tasks of some layers, one layer after the other.
@@ -188,18 +209,22 @@ class TaskQueue:
         if names is None:
             keys = list(self._tasks)
         else:
-            numbers: dict[str, list[int]] = {}
-            for name, number in self._tasks:
-                numbers.setdefault(name, []).append(number)
-            keys = [(name, number) for name in names for number in numbers.get(name, ())]
+            places: dict[str, list[_Key]] = {}
+            for key in self._tasks:
+                places.setdefault(key[0], []).append(key)
+            keys = [key for name in names for key in places.get(name, ())]
         tasks = [self._tasks.pop(key) for key in keys]
         for task in tasks:
             self._release(task)
+        devices = {task.weight.device.type: task.weight.device for task in tasks}
         # Of nodes that are ready the engine takes the one that was made last.
         roots = [root for task in reversed(tasks) if (root := task.root()) is not None]
         del tasks
         if roots:
-            torch.autograd.backward(roots, [root.detach() for root in roots])
+            with contextlib.ExitStack() as stack:
+                for device in devices.values():
+                    stack.enter_context(no_autocast(device))
+                torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def _release(self, task: Task) -> None:
         for call in task.calls:
