@@ -178,10 +178,12 @@ def find_kernels(module: nn.Module, x: Any, arguments: tuple[Any, ...]) -> Kerne
     if type(x) not in (Tensor, nn.Parameter) or arguments or module.weight.is_complex() or x.is_complex():  # type: ignore[operator]
         return None
     if isinstance(module, nn.Linear):
-        # For other layouts, for vectors and for nothing at all autograd chooses among more kernels.
-        is_plain = x.is_contiguous() and module.weight.is_contiguous() and x.dim() >= 2 and x.numel() > 0
+        # For other layouts, for vectors and for a single number or none autograd chooses among more kernels.
+        is_plain = x.is_contiguous() and module.weight.is_contiguous() and x.dim() >= 2 and x.numel() > 1
         return _Linear() if is_plain else None
     if isinstance(module, nn.Embedding):
+        if not x.is_contiguous():
+            return None
         padding_idx = -1 if module.padding_idx is None else module.padding_idx
         return _Embedding(padding_idx, module.scale_grad_by_freq)
     spatial = len(module.kernel_size)  # type: ignore[arg-type]
