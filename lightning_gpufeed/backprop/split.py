@@ -159,8 +159,6 @@ class WeightGradSplitter:
         """
         if layer.foreign_number == number:
             self._leave(layer)
-        if self._cap is not None:
-            self._make_room(_bytes_of(call))
         self._queue.add(layer.name, weight, bias, number, call)
         if self._cap is not None and self._queue.num_bytes > self._cap:
             self._compute((layer.name,))  # larger than what may wait at all
@@ -168,11 +166,16 @@ class WeightGradSplitter:
             self._compute(due)
         self.peak_bytes = max(self.peak_bytes, self._queue.num_bytes)
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Compute what has waited longest until so much more may wait."""
-        assert self._cap is not None
+    def make_room(self, call: Call) -> None:
+        """Compute what has waited longest until one more call may wait.
+
+        Args:
+            call: The one.
+        """
+        if self._cap is None:
+            return
         for task in self._queue:
-            if self._queue.num_bytes + num_bytes <= self._cap:
+            if self._queue.num_bytes + _bytes_of(call) <= self._cap:
                 return
             if task.calls:
                 self._compute((task.name,))
@@ -229,7 +232,6 @@ class WeightGradSplitter:
 
     def _leave(self, layer: _SplitLayer) -> None:
         layer.restore()
-        layer.unhook()
         self.reasons[layer.name] = "its weight gets gradients from elsewhere too"
 
     def discard(self) -> None:
@@ -266,7 +268,7 @@ class WeightGradSplitter:
 
 
 def _bytes_of(call: Call) -> int:
-    return call.grad_output.untyped_storage().nbytes() + call.x.untyped_storage().nbytes()
+    return sum(tensor.untyped_storage().nbytes() for tensor in (call.grad_output, call.x, call.weight))
 
 
 class _SplitLayer:
@@ -332,6 +334,8 @@ class _SplitLayer:
         return find_kernels(self._module, arguments[0], arguments[1:])
 
     def arrived(self, note: _Note, call: Call) -> None:
+        self._splitter.make_room(call)  # while the layer still has this call to come
+        note.uncount()
         self._splitter.arrived(self, note.weight, note.bias, call, backward_number())
 
 
@@ -352,17 +356,16 @@ class _Note:
         layer.num_calls += 1
 
     def arrive(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> None:
-        self._uncount()
         versions = x._version, grad_output._version
         self.layer.arrived(self, Call(self.kernels, grad_output, x, weight, versions, self.is_cast_shared))
 
-    def _uncount(self) -> None:
+    def uncount(self) -> None:
         if self._is_counted:
             self._is_counted = False
             self.layer.num_calls -= 1
 
     def __del__(self) -> None:
-        self._uncount()
+        self.uncount()
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
