@@ -71,10 +71,11 @@ class WeightGradSplitter:
     the stream that is current where it is run.
 
     Not bitwise, as sums are rounded in another place: a layer used several times in one graph, under several autocast
-    contexts or both inside and outside of a reentrant checkpoint; under autocast a leaf that requires a gradient and
-    goes into several layers. A layer whose weight gets gradients from elsewhere too, as from a tied head that is a
-    function, is split in one backward only, and noticed there: two gradients of one backward are added before the sum
-    of earlier ones by autograd, and after it here, which differs only where there are earlier ones.
+    contexts, both inside and outside of a reentrant checkpoint, or with `retain_graph=True`; under autocast a leaf that
+    requires a gradient and goes into several layers. A layer whose weight gets gradients from elsewhere too, as from a
+    tied head that is a function, is split in one backward only, and noticed there: two gradients of one backward are
+    added before the sum of earlier ones by autograd, and after it here, which differs only where there are earlier
+    ones.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -197,7 +198,10 @@ class WeightGradSplitter:
         self._run(names)
 
     def finish(self) -> None:
-        """Compute all that waits, in the order's way; what the order does not expect comes last, oldest first."""
+        """Compute all that waits, in the order's way; what the order does not expect comes last, oldest first.
+
+        After an error nothing waits any more.
+        """
         if len(self._queue):
             expected = dict.fromkeys(self._order.last)
             self._run([*expected, *dict.fromkeys(task.name for task in self._queue if task.name not in expected)])
@@ -239,7 +243,7 @@ class WeightGradSplitter:
         self._queue.clear()
 
     def close(self) -> None:
-        """Give the layers their own forward back. What still waits can be computed yet."""
+        """Give the layers their own forward back. What still waits can be computed yet, but `on_grad` is not told."""
         self.is_open = False
         for layer in self._layers.values():
             layer.restore()

@@ -212,14 +212,24 @@ class TaskQueue:
             places: dict[str, list[_Key]] = {}
             for key in self._tasks:
                 places.setdefault(key[0], []).append(key)
-            keys = [key for name in names for key in places.get(name, ())]
-        tasks = [self._tasks.pop(key) for key in keys]
+            keys = [key for name in dict.fromkeys(names) for key in places.get(name, ())]
+        tasks: list[Task] = []
+        weights: set[int] = set()
+        for key in keys:
+            if key[2] in weights:  # of another backward pass: autograd adds that to `.grad` by itself
+                self._compute(tasks)
+                tasks, weights = [], set()
+            tasks.append(self._tasks.pop(key))
+            weights.add(key[2])
+        self._compute(tasks)
+
+    def _compute(self, tasks: list[Task]) -> None:
         for task in tasks:
             self._release(task)
         devices = {task.weight.device.type: task.weight.device for task in tasks}
         # Of nodes that are ready the engine takes the one that was made last.
         roots = [root for task in reversed(tasks) if (root := task.root()) is not None]
-        del tasks
+        tasks.clear()
         if roots:
             with contextlib.ExitStack() as stack:
                 for device in devices.values():

@@ -268,6 +268,28 @@ def test_finishing_under_autocast_keeps_full_precision():
     pair.assert_same_grads()
 
 
+@pytest.mark.parametrize("order", [None, BackwardOrder(after={"0": ("2",)}, last=("0",))])
+def test_several_backwards_before_one_finish_reach_the_gradient_one_by_one(order):
+    told: list[str] = []
+    pair = Pair(mlp(7, 9, 5), order, on_grad=told.append)
+    pair.step(torch.randn(6, 7))
+    counts = [0, 0]
+    for place, model in enumerate(pair.both):
+
+        def count(_: Tensor, place: int = place) -> None:
+            counts[place] += 1
+
+        model[0].weight.register_post_accumulate_grad_hook(count)
+    told.clear()
+    for _ in range(3):
+        pair.step(torch.randn(6, 7), finish=False)
+    pair.splitter.finish()
+    pair.splitter.run("0", "0")
+    pair.assert_same_grads()
+    assert counts == [3, 3]
+    assert told.count("0") == 1
+
+
 def test_a_weight_that_a_function_uses_too_is_noticed_and_left_to_autograd():
     pair = Pair(Tied())
     for _ in range(4):
