@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_gpufeed.backprop.engine import Anchor, backward_number, is_transformed
 from lightning_gpufeed.backprop.kernels import Kernels, find_kernels, is_splittable
+from lightning_gpufeed.backprop.node import Note, SplitCall, autocast
 from lightning_gpufeed.backprop.order import BackwardOrder
 from lightning_gpufeed.backprop.tasks import Call, TaskQueue
-from lightning_gpufeed.errors import DeferredGradientError
 
 __all__ = ["WeightGradSplitter", "splittable_layers"]
 
@@ -321,10 +321,10 @@ class _SplitLayer:
         dtype, is_cast_shared = None, False
         if torch.is_autocast_enabled(device.type) and not isinstance(self._module, nn.Embedding):
             dtype, is_cast_shared = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
-            x = _autocast(x, dtype)
+            x = autocast(x, dtype)
         anchor = self._splitter.anchor(device)
-        note = _Note(self, weight, bias, kernels, is_cast_shared)
-        output: Tensor = _SplitCall.apply(note, dtype, anchor, x, anchor.tensor)  # type: ignore[no-untyped-call]
+        note = Note(self, weight, bias, kernels, is_cast_shared)
+        output: Tensor = SplitCall.apply(note, dtype, anchor, x, anchor.tensor)  # type: ignore[no-untyped-call]
         return output
 
     def _kernels(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Kernels | None:
@@ -337,78 +337,7 @@ class _SplitLayer:
             return None
         return find_kernels(self._module, arguments[0], arguments[1:])
 
-    def arrived(self, note: _Note, call: Call) -> None:
+    def arrived(self, note: Note, call: Call) -> None:
         self._splitter.make_room(call)  # while the layer still has this call to come
         note.uncount()
         self._splitter.arrived(self, note.weight, note.bias, call, backward_number())
-
-
-class _Note:
-    """What one call of a layer has to remember until its backward. Lives as long as the graph."""
-
-    def __init__(
-        self,
-        layer: _SplitLayer,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        kernels: Kernels,
-        is_cast_shared: bool,
-    ) -> None:
-        self.layer, self.weight, self.bias, self.kernels = layer, weight, bias, kernels
-        self.is_cast_shared = is_cast_shared
-        self._is_counted = True
-        layer.num_calls += 1
-
-    def arrive(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> None:
-        versions = x._version, grad_output._version
-        self.layer.arrived(self, Call(self.kernels, grad_output, x, weight, versions, self.is_cast_shared))
-
-    def uncount(self) -> None:
-        if self._is_counted:
-            self._is_counted = False
-            self.layer.num_calls -= 1
-
-    def __del__(self) -> None:
-        self.uncount()
-
-
-def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does: floating point numbers, but not those of double precision."""
-    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
-class _SplitCall(torch.autograd.Function):
-    """One call of a layer: backward gives the input gradient and notes what the weight gradient needs."""
-
-    @staticmethod
-    def forward(ctx: Any, note: _Note, dtype: torch.dtype | None, anchor: Anchor, x: Tensor, _: Tensor) -> Tensor:
-        weight: Tensor = note.weight
-        bias: Tensor | None = note.bias
-        if dtype is not None:
-            weight, bias = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
-        ctx.set_materialize_grads(False)
-        ctx.note, ctx.anchor = note, anchor
-        # As autograd, which does not mind a change of a weight that no input gradient needs.
-        ctx.weight = None if ctx.needs_input_grad[3] else weight
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
-        return note.kernels.forward(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grads
-        if grad_output is None:
-            return (None,) * 5
-        if torch.is_grad_enabled():
-            raise DeferredGradientError(
-                f"backward(create_graph=True) came to {ctx.note.layer.name}, whose weight gradient waits: a gradient "
-                "of a gradient has to know it. Close the splitter, or leave this layer out of those that wait."
-            )
-        x, weight = ctx.saved_tensors
-        input_grad = None
-        if weight is None:
-            weight = ctx.weight
-        else:
-            input_grad = ctx.note.kernels.input_grad(grad_output, x, weight, ctx.note.bias is not None)
-        if ctx.anchor.is_reached():
-            ctx.note.arrive(grad_output, x, weight)
-        return None, None, None, input_grad, None
