@@ -46,7 +46,9 @@ class Kernels(ABC):
 @dataclass(frozen=True)
 class _Linear(Kernels):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return nn.functional.linear(x, weight, bias)
+        output = nn.functional.linear(x, weight, bias)
+        # It may be a view of a matrix, and such an output of a node cannot be changed in place.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
         return self._flat(grad_output).mm(weight).reshape(x.shape)

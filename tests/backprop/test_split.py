@@ -88,6 +88,15 @@ def test_a_checkpointed_block_is_computed_again_once(use_reentrant):
     assert model.runs == 2
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8)])
+def test_an_output_of_any_shape_may_be_changed_in_place(shape, bias):
+    pair = Pair(nn.Sequential(nn.Linear(8, 8, bias=bias), nn.ReLU(inplace=True), nn.Linear(8, 4, bias=bias)))
+    for _ in range(2):
+        pair.step(torch.randn(shape), requires_grad=True)
+    pair.assert_same_grads()
+
+
 def test_a_weight_gradient_is_there_after_finish_and_not_before():
     model = mlp(4, 4, 4)
     with WeightGradSplitter(model, BackwardOrder(last=("0",))) as splitter:
