@@ -7,6 +7,7 @@
     ├── FeedError               reading failed, or a file changed, while batches were being made
     ├── PackError               a source cannot be packed as asked
     ├── OOMRecoveryError        an out-of-memory cannot be undone exactly; says what is lost and where to go on
+    ├── ScheduleError           a plan or schedule cannot be carried out for this model
     └── DeferredGradientError   a weight gradient that waits cannot be computed any more, or was asked for in vain
 
 Each message says what was given, what was expected and what to do. Wrong arguments stay `ValueError`
@@ -15,7 +16,15 @@ and a missing file stays `FileNotFoundError`, because that is what callers alrea
 
 from __future__ import annotations
 
-__all__ = ["DeferredGradientError", "FeedError", "GpuFeedError", "LayoutError", "OOMRecoveryError", "PackError"]
+__all__ = [
+    "DeferredGradientError",
+    "FeedError",
+    "GpuFeedError",
+    "LayoutError",
+    "OOMRecoveryError",
+    "PackError",
+    "ScheduleError",
+]
 
 
 class GpuFeedError(Exception):
@@ -40,3 +49,7 @@ class OOMRecoveryError(GpuFeedError):
 
 class PackError(GpuFeedError):
     """A source cannot be packed into HDF5 as asked; nothing was left under the final name."""
+
+
+class ScheduleError(GpuFeedError):
+    """A plan or a schedule cannot be carried out for this model: a part is missing, twice, or before what it needs."""

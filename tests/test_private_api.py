@@ -26,7 +26,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -1046,24 +1045,20 @@ def test_forward_backward_and_update_are_in_one_method_after_the_fetch_and_the_c
             return optimizer
 
     def find(trainer: pl.Trainer) -> list[tuple[Any, str]]:
-        loop, model = trainer.fit_loop.epoch_loop, trainer.lightning_module
+        loop = trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization if is_automatic else loop.manual_optimization
-        return [*fetches(trainer), (model, "transfer_batch_to_device"), (optimization, "run")]
+        return [*fetches(trainer), (optimization, "run")]
 
     make_trainer(max_epochs=1, callbacks=[Hooking(events, find)]).fit(Updating(), *lists(1, 2))
-    told = heard(events, "_fetch", "transfer_batch_to_device", "run", "step ", "update")
+    told = heard(events, "_fetch", "run", "step ", "update")
     fetch = [event for event in FETCH if event != "next"]
-    copy = ["transfer_batch_to_device", "/transfer_batch_to_device"]
-    assert told == [
-        event for number in range(2) for event in [*fetch, *copy, "run", f"step {number}", "update", "/run"]
-    ]
+    assert told == [event for number in range(2) for event in [*fetch, "run", f"step {number}", "update", "/run"]]
 
 
 @pytest.mark.parametrize("is_overridden", [False, True])
-def test_the_copy_to_the_device_is_the_modules_or_the_datamodules_if_it_has_one_of_its_own(is_overridden):
-    """TrainerWatch replaces it on both instances, with `__wrapped__` set so that Lightning still sees which is the
-    user's own. If this fails, look at `_DataHookSelector.get_instance`: copies would count as work of callbacks, or the
-    user's way of moving a batch would not be taken.
+def test_whose_hook_it_is_is_asked_before_each_hook_that_moves_a_batch(is_overridden):
+    """TrainerWatch measures the copy from the question for its hook to that for the next one. If this fails, look at
+    `LightningModule._call_batch_hook`: copies would count as work of callbacks.
     """
     events: list[str] = []
 
@@ -1072,41 +1067,24 @@ def test_the_copy_to_the_device_is_the_modules_or_the_datamodules_if_it_has_one_
             events.append("moved")
             return batch
 
-    def find(trainer: pl.Trainer) -> list[tuple[Any, str]]:
-        return [(owner, "transfer_batch_to_device") for owner in (trainer.lightning_module, trainer.datamodule)]
+    def begin(trainer: pl.Trainer) -> None:
+        selector = trainer._data_connector._datahook_selector
+        own = selector.get_instance
+
+        def get_instance(hook_name: str) -> Any:
+            events.append(f"asked for {hook_name}")
+            return own(hook_name)
+
+        selector.__dict__["get_instance"] = get_instance
 
     data = (Moving if is_overridden else Data)(events)
-    make_trainer(max_epochs=1, callbacks=[Hooking(events, find)]).fit(Model(events), data)
-    own = ["moved"] if is_overridden else []
-    move = ["transfer_batch_to_device", *own, "/transfer_batch_to_device"]
-    assert heard(events, "transfer_batch_to_device", "moved") == move * NUM_BATCHES
-
-
-def test_a_hook_of_a_callback_that_is_no_function_is_neither_called_nor_told_to_the_profiler():
-    """TrainerWatch sets the hooks of a step that do nothing to None meanwhile. If this fails, look at
-    `_call_callback_hooks`: FeedMonitor would fail, and must have its hooks back.
-    """
-    names = (
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
+    make_trainer(max_epochs=1, callbacks=[Looking(on_fit_start=begin)]).fit(Model(events), data)
+    before, move, after = (
+        f"asked for {name}"
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
-    actions: list[str] = []
-
-    class Told(PassThroughProfiler):
-        def start(self, action_name: str) -> None:
-            actions.append(action_name)
-
-    for value in (None, lambda *_: None):
-        actions.clear()
-        callback = pl.Callback()
-        for name in names:
-            callback.__dict__[name] = value
-        make_trainer(max_epochs=1, callbacks=[callback], profiler=Told()).fit(Model([]), *lists(1))
-        for name in names:
-            assert (f"[Callback]Callback.{name}" in actions) == (value is not None)
+    moved = ["moved"] if is_overridden else []
+    assert heard(events, "asked for", "moved") == [before, move, *moved, after] * NUM_BATCHES
 
 
 def test_ranks_are_asked_whether_to_stop_by_a_method_found_on_the_loop_before_each_fetch(tmp_path, monkeypatch):

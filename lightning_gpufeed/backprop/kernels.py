@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 __all__ = ["Kernels", "find_kernels", "is_splittable"]
 
+WeightGrads = tuple[Tensor | None, Tensor | None]
+"""Of weight and bias."""
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -33,13 +36,11 @@ class Kernels(ABC):
         """The layer's output."""
 
     @abstractmethod
-    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """The gradient of `x`; same shape and dtype as it."""
 
     @abstractmethod
-    def weight_grad(
-        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]) -> WeightGrads:
         """The gradients of weight and bias, each only if its part of the mask is set."""
 
 
@@ -50,12 +51,10 @@ class _Linear(Kernels):
         # It may be a view of a matrix, and such an output of a node cannot be changed in place.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
-    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return self._flat(grad_output).mm(weight).reshape(x.shape)
 
-    def weight_grad(
-        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]) -> WeightGrads:
         flat = self._flat(grad_output)
         return (
             flat.t().mm(self._flat(x)) if mask[0] else None,
@@ -69,53 +68,28 @@ class _Linear(Kernels):
 
 @dataclass(frozen=True)
 class _Convolution(Kernels):
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    is_transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
+    settings: tuple[Any, ...]
+    """Stride, padding, dilation, whether it is transposed, output padding, groups: as the kernels take them."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(
-            x,
-            weight,
-            bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.is_transposed,
-            self.output_padding,
-            self.groups,
-        )
+        return torch.convolution(x, weight, bias, *self.settings)
 
-    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         grads = self._backward(grad_output, x, weight, (True, False, False))
         assert grads[0] is not None
         return grads[0]
 
-    def weight_grad(
-        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]) -> WeightGrads:
         _, weight_grad, bias_grad = self._backward(grad_output, x, weight, (False, *mask))
         return weight_grad, bias_grad
 
     def _backward(
         self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        channels = weight.shape[1] * self.groups if self.is_transposed else weight.shape[0]
+        is_transposed, groups = self.settings[3], self.settings[5]
+        channels = [weight.shape[1] * groups if is_transposed else weight.shape[0]]
         grads: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
-            grad_output,
-            x,
-            weight,
-            [channels],
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.is_transposed,
-            self.output_padding,
-            self.groups,
-            mask,
+            grad_output, x, weight, channels, *self.settings, mask
         )
         return grads
 
@@ -128,12 +102,10 @@ class _Embedding(Kernels):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.embedding(weight, x, self.padding_idx, self.scale_grad_by_freq, False)
 
-    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Tensor:
+    def input_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         raise AssertionError("indices have no gradient")
 
-    def weight_grad(
-        self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grad(self, grad_output: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]) -> WeightGrads:
         grad: Tensor = torch.ops.aten.embedding_dense_backward(
             grad_output, x, weight.shape[0], self.padding_idx, self.scale_grad_by_freq
         )
@@ -191,13 +163,9 @@ def find_kernels(module: nn.Module, x: Any, arguments: tuple[Any, ...]) -> Kerne
     spatial = len(module.kernel_size)  # type: ignore[arg-type]
     if x.dim() != spatial + 2 or x.numel() == 0 or not (x.is_contiguous() or _is_channels_last(x)):
         return None
+    is_transposed = isinstance(module, _TRANSPOSED)
     return _Convolution(
-        module.stride,  # type: ignore[arg-type]
-        module.padding,  # type: ignore[arg-type]
-        module.dilation,  # type: ignore[arg-type]
-        isinstance(module, _TRANSPOSED),
-        module.output_padding,  # type: ignore[arg-type]
-        module.groups,  # type: ignore[arg-type]
+        (module.stride, module.padding, module.dilation, is_transposed, module.output_padding, module.groups)
     )
 
 

@@ -105,7 +105,7 @@ class SplitCall(torch.autograd.Function):
         if weight is None:
             weight = ctx.weight
         else:
-            input_grad = ctx.note.kernels.input_grad(grad_output, x, weight, ctx.note.bias is not None)
+            input_grad = ctx.note.kernels.input_grad(grad_output, x, weight)
         if ctx.anchor.is_reached():
             ctx.note.arrive(grad_output, x, weight)
         return None, None, None, input_grad, None

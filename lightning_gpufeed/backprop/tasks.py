@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpufeed.backprop.kernels import Kernels
+from lightning_gpufeed.backprop.kernels import Kernels, WeightGrads
 from lightning_gpufeed.errors import DeferredGradientError
 
 _Key = tuple[str, int, int]
@@ -38,7 +38,7 @@ class Call:
     versions: tuple[int, int]
     is_cast_shared: bool
 
-    def grads(self, name: str, mask: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    def grads(self, name: str, mask: tuple[bool, bool]) -> WeightGrads:
         """Of weight and bias.
 
         Args:
@@ -110,7 +110,7 @@ class Task:
                     if grad is not None:
                         self._add(place, grad if call.is_cast_shared else grad.to(self._dtype(place)))
 
-    def grads(self) -> tuple[Tensor | None, Tensor | None]:
+    def grads(self) -> WeightGrads:
         """Of weight and bias, over all calls; lets go of what they were computed from.
 
         Returns:

@@ -20,7 +20,7 @@ from lightning_gpufeed.callbacks.loader_facts import (
     name_files,
     open_files,
 )
-from lightning_gpufeed.callbacks.trainer_watch import TrainerWatch, training_loader, without_skipped_hooks
+from lightning_gpufeed.callbacks.trainer_watch import TrainerWatch, training_loader
 from lightning_gpufeed.device.vote import HostVote
 from lightning_gpufeed.diagnose.counters import EpochCounters, FileFacts
 from lightning_gpufeed.diagnose.figures import line
@@ -127,7 +127,7 @@ class FeedMonitor(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments and the records: workers that are spawned may get a copy of the Trainer and all that it has."""
-        state = without_skipped_hooks(self.__dict__)
+        state = self.__dict__.copy()
         state.update(_trainer=None, _observer=None, _watch=None, _vote=None, _loader=None)
         return state
 
@@ -156,7 +156,7 @@ class FeedMonitor(Callback):
             num_sharing=self._vote.collect(cores).count(cores),
             is_ready=self._has_ready,
         )
-        self._watch = TrainerWatch(trainer, pl_module, self._observer, self)
+        self._watch = TrainerWatch(trainer, self._observer)
         self._is_early_due = self._first_seconds is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -89,6 +89,7 @@ class StepTimer:
         self._notes: list[tuple[Callable[..., None], float, Any]] = []
         self.is_computing = False
         """Whether forward, backward and update have begun and are not over."""
+        self._has_batch = False
         self._step: _Step | None = None
         self._wait_begin: float | None = None
         self._wait_cpu = 0.0
@@ -142,19 +143,22 @@ class StepTimer:
         Args:
             is_start: Whether it was the wait for an epoch to get under way, which counts for no step.
         """
+        self._has_batch = True
         self._note(self._end_wait, (is_start, time.thread_time()))
 
     def begin_copy(self) -> None:
         """The batch is about to be moved to the device."""
-        self._note(self._begin_copy)
+        if self._has_batch:
+            self._note(self._begin_copy)
 
     def end_copy(self) -> None:
         """The move was asked for; on the CPU it is done."""
-        self._note(self._end_copy)
+        if self._has_batch:
+            self._note(self._end_copy)
 
     def begin_compute(self) -> None:
         """Forward, backward and update begin."""
-        self.is_computing = True
+        self.is_computing, self._has_batch = True, False
         self._note(self._begin_compute, time.thread_time() if self._has_ranks else 0.0)
 
     def end_compute(self) -> None:
@@ -171,7 +175,7 @@ class StepTimer:
 
     def pause(self) -> None:
         """Something else begins: validation, the end of an epoch. It counts as no part of any step."""
-        self.is_computing = False
+        self.is_computing = self._has_batch = False
         self._note(self._pause)
 
     # What is made of it ----------------------------------------------------------------------------------

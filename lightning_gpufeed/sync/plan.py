@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.sync.costs import LayerCosts
 
 __all__ = [
@@ -296,13 +297,13 @@ def validate(plan: SyncPlan, layers: Sequence[LayerCosts], memory_cap_bytes: int
         memory_cap_bytes: Most that weight gradients that wait may keep alive; None for no limit.
 
     Raises:
-        ValueError: The plan cannot be carried out, or holds more memory.
+        ScheduleError: The plan cannot be carried out, or holds more memory.
     """
     _check_actions(plan.backward, layers)
     _check_buckets(plan.buckets, layers)
     peak = peak_deferred_bytes(plan.backward, layers)
     if memory_cap_bytes is not None and peak > memory_cap_bytes:
-        raise ValueError(
+        raise ScheduleError(
             f"The weight gradients that wait keep {peak} bytes alive; expected at most {memory_cap_bytes}. "
             f"Let fewer of layers {', '.join(map(str, sorted(plan.deferred)))} wait, or raise the cap."
         )
@@ -314,27 +315,27 @@ def _check_actions(backward: Sequence[Action], layers: Sequence[LayerCosts]) -> 
     for action in backward:
         kind, layer = action
         if not 0 <= layer < len(layers):
-            raise ValueError(f"{action}: there is no layer {layer}; expected 0 to {len(layers) - 1}. {_REPLAN}")
+            raise ScheduleError(f"{action}: there is no layer {layer}; expected 0 to {len(layers) - 1}. {_REPLAN}")
         name = layers[layer].name
         if kind != "B" and not layers[layer].is_deferrable:
-            raise ValueError(
+            raise ScheduleError(
                 f"{action}: layer {layer} ({name}) has both gradients from one call; expected B{layer} in its place."
             )
         for part in "IW" if kind == "B" else kind:
             if (part, layer) in done:
-                raise ValueError(
+                raise ScheduleError(
                     f"{action}: expected each gradient of layer {layer} ({name}) once; leave out this one."
                 )
             done.add((part, layer))
         if layer + 1 < len(layers) and ("I", layer + 1) not in done:
-            raise ValueError(
+            raise ScheduleError(
                 f"{action} needs the input gradient of layer {layer + 1} ({layers[layer + 1].name}); "
                 f"expected I{layer + 1} or B{layer + 1} before it."
             )
     for layer, costs in enumerate(layers):
         for part in "IW":
             if (part, layer) not in done:
-                raise ValueError(
+                raise ScheduleError(
                     f"There is no {part} of layer {layer} ({costs.name}); expected {part}{layer} or B{layer}."
                 )
 
@@ -344,15 +345,15 @@ def _check_buckets(buckets: Sequence[Bucket], layers: Sequence[LayerCosts]) -> N
     pieces: list[list[Piece]] = [[] for _ in layers]
     for place, bucket in enumerate(buckets):
         if not bucket:
-            raise ValueError(f"Bucket {place} has no piece; expected at least one. Leave the bucket out.")
+            raise ScheduleError(f"Bucket {place} has no piece; expected at least one. Leave the bucket out.")
         for piece in bucket:
             if not 0 <= piece.layer < len(layers):
-                raise ValueError(
+                raise ScheduleError(
                     f"{piece}: there is no layer {piece.layer}; expected 0 to {len(layers) - 1}. {_REPLAN}"
                 )
             size = layers[piece.layer].gradient_bytes
             if not 0 <= piece.begin_byte < piece.end_byte <= size:
-                raise ValueError(
+                raise ScheduleError(
                     f"{piece}: the gradient of layer {piece.layer} ({layers[piece.layer].name}) has {size} bytes; "
                     f"expected a piece inside it, with at least one. {_REPLAN}"
                 )
@@ -361,10 +362,12 @@ def _check_buckets(buckets: Sequence[Bucket], layers: Sequence[LayerCosts]) -> N
         end = 0
         for piece in sorted(pieces[layer]):
             if piece.begin_byte != end:
-                raise ValueError(f"{piece}: expected the piece to begin at byte {end}, where the one before it ends.")
+                raise ScheduleError(
+                    f"{piece}: expected the piece to begin at byte {end}, where the one before it ends."
+                )
             end = piece.end_byte
         if end != costs.gradient_bytes:
-            raise ValueError(
+            raise ScheduleError(
                 f"Bytes {end} to {costs.gradient_bytes} of layer {layer} ({costs.name}) are in no bucket; "
                 f"expected every byte in one. Add the piece {Piece(layer, end, costs.gradient_bytes)}."
             )

@@ -49,7 +49,7 @@ def search(
     memory_cap_bytes: int | None = None,
     bucket_bytes: int | str = "auto",
     cross_iteration: bool = True,
-    weight_first: bool = True,
+    weight_first: bool = False,
     min_gain: float = 0.02,
     max_evaluations: int = 6000,
 ) -> SyncPlan:
@@ -61,7 +61,8 @@ def search(
         memory_cap_bytes: Most that weight gradients that wait may keep alive; None for no limit.
         bucket_bytes: At which a bucket is full; "auto" to try several.
         cross_iteration: Whether the next forward may start before all has arrived. Without, little can be gained.
-        weight_first: Whether a layer may compute its weight gradient before its input gradient.
+        weight_first: Whether a layer may compute its weight gradient before its input gradient, which the splitter of
+            backward does not do.
         min_gain: Share of a step below which a gain is none.
         max_evaluations: How many plans the moves may try.
 
@@ -77,7 +78,7 @@ def search(
     Example:
         >>> layers = [LayerCosts(name, 1.0, 1.0, 1.0, gradient_bytes=4096) for name in "abc"]
         >>> str(search(layers, LinkCosts(0.0, 2048.0)))
-        'cross; I2 W1 I1 W0 W2 I0; 1:0-4096 0:0-4096 2:0-4096'
+        'cross; I2 B1 B0 W2; 1:0-4096 0:0-4096 2:0-4096'
     """
     if memory_cap_bytes is not None and memory_cap_bytes < 0:
         raise ValueError(f"memory_cap_bytes is {memory_cap_bytes}; expected at least 0, or None for no limit.")

@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.profilers import Profiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpufeed import BatchEcho, FeedMonitor
@@ -37,7 +36,7 @@ HOOKED = {
     "_on_before_fetch",
     "_on_after_fetch",
     "run",
-    "transfer_batch_to_device",
+    "get_instance",
     "convert_input",
     "_broadcast_sigterm_tensor",
 }
@@ -71,7 +70,7 @@ class Watching(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.observers.append(noting_observer(self.told))
-        self.watch = TrainerWatch(trainer, pl_module, self.observers[-1])
+        self.watch = TrainerWatch(trainer, self.observers[-1])
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.observers[-1].begin_epoch(trainer.current_epoch)
@@ -159,7 +158,7 @@ def places(trainer: pl.Trainer) -> dict[str, Any]:
         "loop": trainer.fit_loop.epoch_loop,
         "automatic": trainer.fit_loop.epoch_loop.automatic_optimization,
         "manual": trainer.fit_loop.epoch_loop.manual_optimization,
-        "datamodule": getattr(trainer, "datamodule", None) or trainer,
+        "selector": trainer._data_connector._datahook_selector,
         "fit_loop": trainer.fit_loop,
         "strategy": trainer.strategy,
         "trainer": trainer,
@@ -171,6 +170,14 @@ def places(trainer: pl.Trainer) -> dict[str, Any]:
         for key, value in vars(owner).items()
         if callable(value) and not isinstance(value, torch.nn.Module | type)
     }
+
+
+def unfitted_trainer(**options: Any) -> pl.Trainer:
+    """One that has been given a model."""
+    trainer = make_trainer(**options)
+    trainer._data_connector.attach_datamodule(None)
+    trainer._data_connector.attach_data(Model())
+    return trainer
 
 
 class Places(pl.Callback):
@@ -436,13 +443,13 @@ def test_ranks_are_asked_before_the_batch_and_that_is_told(monkeypatch, tmp_path
 
 def test_a_question_that_ends_the_training_is_told_to_its_end(monkeypatch):
     monkeypatch.setattr(pl.Trainer, "world_size", 2)
-    trainer, log = make_trainer(), []
+    trainer, log = unfitted_trainer(), []
 
     def ask() -> None:
         raise SIGTERMException
 
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = ask
-    watch = TrainerWatch(trainer, Model(), noting_observer(log))
+    watch = TrainerWatch(trainer, noting_observer(log))
     with pytest.raises(SIGTERMException):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert log == ["sync", "/sync"]
@@ -541,8 +548,8 @@ def test_what_a_user_had_put_on_the_instance_is_put_back():
 
 
 def test_what_somebody_else_has_put_in_place_since_stays_and_is_not_told_on():
-    trainer, log = make_trainer(profiler=NotingProfiler()), []
-    watch = TrainerWatch(trainer, Model(), noting_observer(log))
+    trainer, log = unfitted_trainer(profiler=NotingProfiler()), []
+    watch = TrainerWatch(trainer, noting_observer(log))
     loop = trainer.fit_loop.epoch_loop
     ours, calls = loop._on_before_fetch, []
 
@@ -563,11 +570,12 @@ def test_what_somebody_else_has_put_in_place_since_stays_and_is_not_told_on():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)])
 def test_several_watches_leave_nothing_behind_in_whatever_order_they_end(order):
-    trainer, model, log = make_trainer(), Model(), []
-    loop = trainer.fit_loop.epoch_loop
-    watches = [TrainerWatch(trainer, model, noting_observer(log)) for _ in range(3)]
+    trainer, log = unfitted_trainer(), []
+    loop, selector = trainer.fit_loop.epoch_loop, trainer._data_connector._datahook_selector
+    watches = [TrainerWatch(trainer, noting_observer(log)) for _ in range(3)]
     loop._on_before_fetch()
-    model.transfer_batch_to_device(torch.ones(2), torch.device("cpu"), 0)
+    selector.get_instance("transfer_batch_to_device")
+    selector.get_instance("on_after_batch_transfer")
     assert log == ["wait"] * 3 + ["copy"] * 3 + ["/copy"] * 3
     for number, index in enumerate(order):
         watches[index].close()
@@ -575,19 +583,26 @@ def test_several_watches_leave_nothing_behind_in_whatever_order_they_end(order):
         log.clear()
         loop._on_before_fetch()
         assert log == ["wait"] * (2 - number)
-    for owner in (trainer.precision_plugin, loop, loop.automatic_optimization, loop.manual_optimization, model):
+    for owner in (trainer.precision_plugin, loop, loop.automatic_optimization, loop.manual_optimization, selector):
         assert not HOOKED & vars(owner).keys()
 
 
-@pytest.mark.parametrize("num_watches", [1, 2])
-@pytest.mark.parametrize(("model", "is_own"), [(Model, False), (OwnTransfer, True)])
-def test_lightning_still_sees_whether_the_module_moves_batches_in_a_way_of_its_own(model, is_own, num_watches):
-    module, trainer = model(), make_trainer()
-    watches = [TrainerWatch(trainer, module, noting_observer([])) for _ in range(num_watches)]
-    assert is_overridden("transfer_batch_to_device", module) == is_own
-    for watch in watches:
-        watch.close()
-    assert is_overridden("transfer_batch_to_device", module) == is_own
+def test_nothing_is_put_on_what_is_the_users():
+    class Looking(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.note(trainer)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            self.note(trainer)
+
+        def note(self, trainer: pl.Trainer) -> None:
+            owners = (trainer.lightning_module, trainer.datamodule, monitor)
+            seen.append([{key for key, value in vars(owner).items() if callable(value)} for owner in owners])
+
+    seen: list[Any] = []
+    monitor = FeedMonitor(table=False, first_seconds=None)
+    make_trainer(max_epochs=1, callbacks=[Looking(), monitor]).fit(Model(), datamodule=PlainData())
+    assert all(names == seen[0] for names in seen)
 
 
 def test_a_datamodule_that_leaves_the_copy_to_the_module_is_told_once():
@@ -602,21 +617,22 @@ def test_a_datamodule_that_leaves_the_copy_to_the_module_is_told_once():
 
 def test_a_copy_of_what_is_watched_tells_nobody():
     class Copying(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
             for copied in (lambda part: pickle.loads(pickle.dumps(part)), copy.deepcopy):
                 before = len(watching.told)
-                plugin, module = copied(trainer.precision_plugin), copied(pl_module)
-                plugin.convert_input(torch.ones(2))
-                moved.append(module.transfer_batch_to_device(torch.ones(2), torch.device("cpu"), 0))
-                assert module.transfer_batch_to_device.__self__ is module
+                copied(trainer.precision_plugin).convert_input(torch.ones(2))
+                selector = copied(trainer._data_connector._datahook_selector)
+                selector.get_instance("transfer_batch_to_device")
+                assert selector.get_instance.__self__ is selector
                 told.extend(watching.told[before:])
+                copies.append(selector)
 
     told: list[str] = []
-    moved: list[torch.Tensor] = []
+    copies: list[Any] = []
     watching = Watching()
     fit(watching, data=batches(1), callbacks=[watching, Copying()])
     assert told == []
-    assert len(moved) == 2
+    assert len(copies) == 2
     assert watching.told == STEP
 
 
@@ -636,58 +652,14 @@ def test_a_trainer_that_is_monitored_can_be_pickled_and_copied_as_one_that_is_no
     monitor, copying = FeedMonitor(table=False, first_seconds=None), Copying()
     make_trainer(max_epochs=1, callbacks=[monitor, copying]).fit(Model(), batches(1))
     assert len(copying.copies) == 2
-    assert monitor.on_before_backward.__self__ is monitor
     for trainer in copying.copies:
-        assert all(callable(one.on_before_backward) for one in trainer.callbacks)
         loop = trainer.fit_loop.epoch_loop
         assert loop._on_before_fetch.__self__ is loop
         assert loop.automatic_optimization.run.__self__ is loop.automatic_optimization
-        assert trainer.lightning_module.transfer_batch_to_device.__self__ is trainer.lightning_module
+        selector = trainer._data_connector._datahook_selector
+        assert selector.get_instance.__self__ is selector
         assert trainer.precision_plugin.convert_input.__self__ is trainer.precision_plugin
     assert len(monitor.records) == 1
-
-
-class Composite(pl.Callback):
-    """Calls all hooks of a monitor that the Trainer does not know."""
-
-    def __init__(self, monitor: FeedMonitor) -> None:
-        self.monitor = monitor
-
-    def on_fit_start(self, *args: Any) -> None:
-        self.monitor.on_fit_start(*args)
-
-    def on_train_epoch_start(self, *args: Any) -> None:
-        self.monitor.on_train_epoch_start(*args)
-
-    def on_before_backward(self, *args: Any) -> None:
-        self.monitor.on_before_backward(*args)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.monitor.on_train_batch_end(*args)
-
-    def on_train_epoch_end(self, *args: Any) -> None:
-        self.monitor.on_train_epoch_end(*args)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.monitor.teardown(trainer, pl_module, stage)
-
-
-def test_hooks_that_do_nothing_are_skipped_only_where_the_trainer_itself_would_call_them():
-    class Looking(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            seen.append([one.on_before_backward is None for one in monitors])
-
-    class Overriding(FeedMonitor):
-        def on_before_backward(self, *args: Any) -> None:
-            seen.append("called")
-
-    options = {"table": False, "first_seconds": None}
-    monitors = [FeedMonitor(**options), Overriding(**options), FeedMonitor(**options)]
-    seen: list[Any] = []
-    callbacks = [*monitors[:2], Composite(monitors[2]), Looking()]
-    make_trainer(max_epochs=1, callbacks=callbacks).fit(Model(), batches(1))
-    assert seen == [[True, False, False], "called"]
-    assert all(len(one.records) == 1 and callable(one.on_before_backward) for one in monitors)
 
 
 # The loaders -----------------------------------------------------------------------------------------------

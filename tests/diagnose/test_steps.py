@@ -771,3 +771,14 @@ def test_the_timeline_has_a_few_steps_only_and_the_same_ones_on_both_lanes_if_th
     steps = {name: {span.step for span in lane(timer, name)} for name in ("host", "device")}
     assert len(steps["host"] | steps["device"]) <= MOST_STEPS_SHOWN
     assert steps["device"] <= steps["host"]
+
+
+def test_copies_of_a_long_validation_leave_nothing_behind():
+    timer = StepTimer(torch.device("cpu"))
+    timer.begin_wait(), timer.end_wait(), timer.begin_compute(), timer.end_compute(), timer.end_step(), timer.pause()
+    before = len(timer._notes)
+    for _ in range(1000):
+        timer.begin_copy()
+        timer.end_copy()
+    assert len(timer._notes) == before
+    assert timer.num_steps == 1

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.sync import plan as plan_module
 from lightning_gpufeed.sync.costs import LayerCosts
 from lightning_gpufeed.sync.plan import SyncPlan, conventional, peak_deferred_bytes, reverse_first_k, validate
@@ -85,12 +86,12 @@ def test_a_plan_that_lacks_or_repeats_something_is_refused(case, chance):
     place = chance.randrange(len(actions))
     fewer, more = actions[:place] + actions[place + 1 :], [*actions, actions[place]]
     for wrong in (fewer, more):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ScheduleError, match="expected"):
             validate(SyncPlan(tuple(wrong), plan.buckets, plan.cross_iteration), layers)
     if buckets:
         place = chance.randrange(len(buckets))
         for wrong in (buckets[:place] + buckets[place + 1 :], [*buckets, buckets[place]]):
-            with pytest.raises(ValueError, match="expected"):
+            with pytest.raises(ScheduleError, match="expected"):
                 validate(SyncPlan(plan.backward, tuple(wrong), plan.cross_iteration), layers)
 
 
@@ -112,19 +113,19 @@ def test_a_plan_that_lacks_or_repeats_something_is_refused(case, chance):
     ],
 )
 def test_an_error_says_what_is_wrong_with_a_plan(text, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ScheduleError, match=message):
         validate(SyncPlan.parse(text), ABC)
 
 
 def test_an_error_says_that_a_layer_cannot_wait():
     plan = SyncPlan.parse("cross; B2 I1 W1 B0; 2:0-8 1:0-8 0:0-8")
-    with pytest.raises(ValueError, match=r"I1: layer 1 \(norm\) has both gradients from one call; expected B1"):
+    with pytest.raises(ScheduleError, match=r"I1: layer 1 \(norm\) has both gradients from one call; expected B1"):
         validate(plan, NORM)
 
 
 def test_an_error_says_that_a_bucket_is_empty():
     plan = SyncPlan.parse(GOOD)
-    with pytest.raises(ValueError, match="Bucket 4 has no piece"):
+    with pytest.raises(ScheduleError, match="Bucket 4 has no piece"):
         validate(SyncPlan(plan.backward, (*plan.buckets, ()), True), ABC)
 
 
@@ -148,7 +149,7 @@ def test_what_waits_is_counted_from_input_to_weight_gradient(actions, peak):
     assert peak_deferred_bytes(plan.backward, ABC) == peak
     validate(plan, ABC, memory_cap_bytes=peak)
     if peak:
-        with pytest.raises(ValueError, match=f"keep {peak} bytes alive; expected at most {peak - 1}"):
+        with pytest.raises(ScheduleError, match=f"keep {peak} bytes alive; expected at most {peak - 1}"):
             validate(plan, ABC, memory_cap_bytes=peak - 1)
 
 

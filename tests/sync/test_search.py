@@ -103,10 +103,10 @@ def test_twelve_equal_layers_are_faster_than_any_order_of_whole_gradients(
     ratio, reverse, known, best, best_weight_last
 ):
     layers, link = equal_layers(ratio)
-    found = step_seconds(search(layers, link), layers, link)
+    found = step_seconds(search(layers, link, weight_first=True), layers, link)
     assert found <= best + 1e-6
     assert found <= min(known, reverse) + 1e-6
-    assert step_seconds(search(layers, link, weight_first=False), layers, link) <= best_weight_last + 1e-6
+    assert step_seconds(search(layers, link), layers, link) <= best_weight_last + 1e-6
 
 
 def test_a_link_that_is_no_bottleneck_leaves_the_usual_plan():
@@ -140,7 +140,7 @@ def test_memory_that_waits_is_traded_for_time():
     layers, link = equal_layers(0.9)
     steps = []
     for cap in (0, 300, None):
-        plan = search(layers, link, memory_cap_bytes=cap, weight_first=False)
+        plan = search(layers, link, memory_cap_bytes=cap)
         assert cap is None or peak_deferred_bytes(plan.backward, layers) <= cap
         steps.append(step_seconds(plan, layers, link))
     assert steps == sorted(steps, reverse=True)
@@ -149,7 +149,7 @@ def test_memory_that_waits_is_traded_for_time():
 
 def test_without_crossing_little_is_gained():
     layers, link = equal_layers(0.9)
-    plan = search(layers, link, cross_iteration=False, weight_first=False)
+    plan = search(layers, link, cross_iteration=False)
     assert not plan.cross_iteration
     assert step_seconds(plan, layers, link) == pytest.approx(464)
 
