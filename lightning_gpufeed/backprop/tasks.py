@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +103,7 @@ class Task:
         """Compute the calls so far, and keep their sum in place of what they need: more calls are to come."""
         calls, self.calls = self.calls, []
         mask = (self.weight.requires_grad, self.bias is not None and self.bias.requires_grad)
-        with torch.no_grad(), no_autocast(self.weight.device):
+        with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
             for call in calls:
                 for place, grad in enumerate(call.grads(self.name, mask)):
                     if grad is not None:
@@ -140,11 +139,6 @@ class _Grads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
         return None, *ctx.task.grads()
-
-
-def no_autocast(device: torch.device) -> torch.autocast:
-    """Kernels run in the dtypes of what they are given, wherever the caller is."""
-    return torch.autocast(device.type, enabled=False)
 
 
 class TaskQueue:
@@ -226,15 +220,11 @@ class TaskQueue:
     def _compute(self, tasks: list[Task]) -> None:
         for task in tasks:
             self._release(task)
-        devices = {task.weight.device.type: task.weight.device for task in tasks}
         # Of nodes that are ready the engine takes the one that was made last.
         roots = [root for task in reversed(tasks) if (root := task.root()) is not None]
         tasks.clear()
         if roots:
-            with contextlib.ExitStack() as stack:
-                for device in devices.values():
-                    stack.enter_context(no_autocast(device))
-                torch.autograd.backward(roots, [root.detach() for root in roots])
+            torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def _release(self, task: Task) -> None:
         for call in task.calls:

@@ -110,6 +110,16 @@ def test_a_convolution_of_any_geometry_has_the_gradients_of_autograd(convolution
     pair.assert_same_grads()
 
 
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n_out", [16, 33, 70])
+def test_a_single_number_goes_through_the_kernels_that_autograd_takes_for_it(lead, bias, n_out):
+    for _ in range(20):
+        pair = Pair(nn.Sequential(nn.Linear(1, n_out, bias=bias)))
+        pair.step(torch.randn(*lead, 1), requires_grad=True)
+        pair.assert_same_grads()
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=3),

@@ -186,6 +186,16 @@ def test_what_waits_never_keeps_more_than_the_cap(cap, is_autocast):
     assert (pair.splitter.peak_bytes > 0) == (cap >= 1000)
 
 
+def test_what_has_waited_longest_makes_room_for_the_next():
+    told: list[str] = []
+    model = mlp(16, 16, 16, 16, 16)
+    with WeightGradSplitter(model, all_last(model), memory_cap_bytes=1100, on_grad=told.append) as splitter:
+        model(torch.randn(4, 16)).sum().backward()  # each layer keeps twice 256 bytes
+        assert told == ["6", "4"]
+        splitter.finish()
+    assert told == ["6", "4", "0", "2"]
+
+
 def test_an_input_that_several_layers_share_is_counted_once():
     class Shared(nn.Module):
         def __init__(self) -> None:
