@@ -21,7 +21,7 @@ from lightning_gpufeed.backprop.engine import Anchor, backward_number, is_transf
 from lightning_gpufeed.backprop.kernels import Kernels, find_kernels, is_splittable
 from lightning_gpufeed.backprop.node import Note, SplitCall, autocast
 from lightning_gpufeed.backprop.order import BackwardOrder
-from lightning_gpufeed.backprop.tasks import Call, TaskQueue
+from lightning_gpufeed.backprop.tasks import Call, TaskQueue, kept_by
 
 __all__ = ["WeightGradSplitter", "splittable_layers"]
 
@@ -167,16 +167,18 @@ class WeightGradSplitter:
             self._compute(due)
         self.peak_bytes = max(self.peak_bytes, self._queue.num_bytes)
 
-    def make_room(self, call: Call) -> None:
+    def make_room(self, weight: nn.Parameter, call: Call) -> None:
         """Compute what has waited longest until one more call may wait.
 
         Args:
+            weight: Of the call's layer.
             call: The one.
         """
         if self._cap is None:
             return
+        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept_by(call, weight))
         for task in self._queue:
-            if self._queue.num_bytes + _bytes_of(call) <= self._cap:
+            if self._queue.num_bytes + num_bytes <= self._cap:
                 return
             if task.calls:
                 self._compute((task.name,))
@@ -271,10 +273,6 @@ class WeightGradSplitter:
         return self._anchors[device]
 
 
-def _bytes_of(call: Call) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in (call.grad_output, call.x, call.weight))
-
-
 class _SplitLayer:
     """In the place of a layer's forward. A deep copy of the layer, pickled or not, has its own forward again."""
 
@@ -338,6 +336,6 @@ class _SplitLayer:
         return find_kernels(self._module, arguments[0], arguments[1:])
 
     def arrived(self, note: Note, call: Call) -> None:
-        self._splitter.make_room(call)  # while the layer still has this call to come
+        self._splitter.make_room(note.weight, call)  # while the layer still has this call to come
         note.uncount()
         self._splitter.arrived(self, note.weight, note.bias, call, backward_number())

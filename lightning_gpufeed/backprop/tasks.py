@@ -14,7 +14,7 @@ from lightning_gpufeed.errors import DeferredGradientError
 
 _Key = tuple[str, int, int]
 
-__all__ = ["Call", "Task", "TaskQueue"]
+__all__ = ["Call", "Task", "TaskQueue", "kept_by"]
 
 
 @dataclass(slots=True)
@@ -141,6 +141,20 @@ class _Grads(torch.autograd.Function):
         return None, *ctx.task.grads()
 
 
+def kept_by(call: Call, weight: nn.Parameter) -> list[Tensor]:
+    """What a call keeps alive: all that it needs, but for the parameter itself.
+
+    Args:
+        call: Of a layer.
+        weight: The layer's.
+
+    Returns:
+        Its tensors.
+    """
+    tensors = [call.grad_output, call.x]
+    return tensors if call.weight.data_ptr() == weight.data_ptr() else [*tensors, call.weight]
+
+
 class TaskQueue:
     """Tasks in the order in which they came, and how many bytes they keep alive.
 
@@ -173,10 +187,8 @@ class TaskQueue:
         """
         task = self._tasks.setdefault((name, number, id(weight)), Task(name, weight, bias, number))
         task.calls.append(call)
-        for tensor in (call.grad_output, call.x, call.weight):
+        for tensor in kept_by(call, weight):
             storage = tensor.untyped_storage()
-            if tensor.data_ptr() == weight.data_ptr():
-                continue
             entry = self._owners.setdefault((tensor.device, storage.data_ptr()), [0, storage.nbytes()])
             if entry[0] == 0:
                 self.num_bytes += entry[1]
@@ -228,10 +240,8 @@ class TaskQueue:
 
     def _release(self, task: Task) -> None:
         for call in task.calls:
-            for tensor in (call.grad_output, call.x, call.weight):
+            for tensor in kept_by(call, task.weight):
                 place = (tensor.device, tensor.untyped_storage().data_ptr())
-                if tensor.data_ptr() == task.weight.data_ptr() or place not in self._owners:
-                    continue
                 entry = self._owners[place]
                 entry[0] -= 1
                 if entry[0] == 0:
