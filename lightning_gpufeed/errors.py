@@ -8,7 +8,8 @@
     ├── PackError               a source cannot be packed as asked
     ├── OOMRecoveryError        an out-of-memory cannot be undone exactly; says what is lost and where to go on
     ├── ScheduleError           a plan or schedule cannot be carried out for this model
-    └── DeferredGradientError   a weight gradient that waits cannot be computed any more, or was asked for in vain
+    ├── DeferredGradientError   a weight gradient that waits cannot be computed any more, or was asked for in vain
+    └── SyncError               gradients cannot be reduced: ranks do not agree, or one is gone
 
 Each message says what was given, what was expected and what to do. Wrong arguments stay `ValueError`
 and a missing file stays `FileNotFoundError`, because that is what callers already catch.
@@ -24,6 +25,7 @@ __all__ = [
     "OOMRecoveryError",
     "PackError",
     "ScheduleError",
+    "SyncError",
 ]
 
 
@@ -53,3 +55,7 @@ class PackError(GpuFeedError):
 
 class ScheduleError(GpuFeedError):
     """A plan or a schedule cannot be carried out for this model: a part is missing, twice, or before what it needs."""
+
+
+class SyncError(GpuFeedError):
+    """Gradients cannot be reduced: ranks do not agree on a model or a step, or one of them is gone."""

@@ -24,7 +24,9 @@ PUBLIC_NAMES = [
     "LayoutError",
     "OOMRecovery",
     "OOMRecoveryError",
+    "OutOfOrderStrategy",
     "PackError",
+    "SyncError",
     "__version__",
 ]
 DOCUMENTED_NAMES = [name for name in PUBLIC_NAMES if name != "__version__"]  # a string carries no docstring

@@ -10,23 +10,34 @@ torch._C._will_engine_execute_node          whether that call accumulates gradie
 torch._C._are_functorch_transforms_active   whether vmap, grad or jvp of torch.func is at work
 torch._C._get_tracing_state                 whether torch.jit.trace is
 torch.autograd.forward_ad._current_level    whether derivatives are taken forward; -1 if not
+Variable._execution_engine.queue_callback   something to do when the call of backward under way has ended
 ==========================================  ===============================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Variable, forward_ad
 
-__all__ = ["Anchor", "backward_number", "is_transformed"]
+__all__ = ["Anchor", "at_end_of_backward", "backward_number", "is_transformed"]
 
 
 def backward_number() -> int:
     """A number that is the same throughout one call of backward, and another in each; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have something done when the backward pass under way has ended, and before the call of it returns.
+
+    Args:
+        callback: Called once, in the thread that called backward.
+    """
+    Variable._execution_engine.queue_callback(callback)
 
 
 def is_transformed() -> bool:

@@ -97,6 +97,7 @@ class WeightGradSplitter:
         *,
         memory_cap_bytes: int | None = None,
         on_grad: Callable[[str], None] | None = None,
+        on_input_grad: Callable[[str], None] | None = None,
     ) -> None:
         """Split from the next forward on, until `close`.
 
@@ -106,6 +107,7 @@ class WeightGradSplitter:
             memory_cap_bytes: What waiting layers may keep alive: inputs and output gradients. Beyond it the one that
                 has waited longest is computed at once. None: no limit.
             on_grad: Told the name of a layer whose weight gradient is in `.grad`.
+            on_input_grad: Told the name of a layer whose input gradient is computed, and whose weight gradient waits.
 
         Raises:
             ValueError: The order names a layer that the model does not have, or the cap is below 0.
@@ -119,7 +121,7 @@ class WeightGradSplitter:
             raise ValueError(f"The order names {', '.join(unknown)}; the model has no such module.")
         names, reasons = splittable_layers(model)
         self.reasons = {name: reasons.get(name, "it has no weight") for name in sorted(wanted - set(names))}
-        self._order, self._cap, self._on_grad = order, memory_cap_bytes, on_grad
+        self._order, self._cap, self._on_grad, self._on_input_grad = order, memory_cap_bytes, on_grad, on_input_grad
         # A layer that others wait for is split too, to know when it is there; its own weight gradient does not wait.
         self._after = {name: run if name in order.deferred else (name, *run) for name, run in order.after.items()}
         self._queue = TaskQueue()
@@ -161,6 +163,8 @@ class WeightGradSplitter:
         if layer.foreign_number == number:
             self._leave(layer)
         self._queue.add(layer.name, weight, bias, number, call)
+        if self._on_input_grad is not None:
+            self._on_input_grad(layer.name)
         if self._cap is not None and self._queue.num_bytes > self._cap:
             self._compute((layer.name,))  # larger than what may wait at all
         if due := self._after.get(layer.name):

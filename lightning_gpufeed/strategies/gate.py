@@ -1,0 +1,43 @@
+"""Whether the optimizer's step may be taken piece by piece in the next forward, with the same result."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import optim
+
+from lightning_gpufeed.sync.optimizers import why_inseparable
+
+__all__ = ["why_not_overlap"]
+
+_PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+def why_not_overlap(trainer: Trainer, module: LightningModule, optimizer: optim.Optimizer) -> str | None:
+    """Why a step has to be taken at once.
+
+    A step that is taken at once is exact in any case: whoever reads a gradient or a parameter waits for it.
+
+    Args:
+        trainer: With its precision and its clipping.
+        module: The user's.
+        optimizer: The one whose step it is.
+
+    Returns:
+        None if it may be taken in the next forward; otherwise the reason in a few words.
+    """
+    if not module.automatic_optimization:
+        return "optimization is manual"
+    if len(trainer.strategy.optimizers) > 1:
+        return "there are several optimizers"
+    precision = trainer.precision_plugin
+    if type(precision) not in _PRECISIONS:
+        return f"{type(precision).__name__} may take the step in its own way"
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        return "16-mixed has to see all gradients before it knows whether the step is skipped"
+    if trainer.gradient_clip_val:
+        return "clipping has to see all gradients"
+    if is_overridden("configure_gradient_clipping", module):
+        return "configure_gradient_clipping is overridden and may need all gradients"
+    return why_inseparable(optimizer)

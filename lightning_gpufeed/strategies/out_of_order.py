@@ -1,0 +1,350 @@
+"""`OutOfOrderStrategy`: says when a step's parts begin and end; `sync.GradientSync` does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn, optim
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_gpufeed.strategies.gate import why_not_overlap
+from lightning_gpufeed.sync.candidates import PlanOptions
+from lightning_gpufeed.sync.ranks import Ranks
+from lightning_gpufeed.sync.session import GradientSync
+
+__all__ = ["OutOfOrderStrategy"]
+
+_WITHOUT_MEANING = {"static_graph", "gradient_as_bucket_view"}
+"""Arguments of DistributedDataParallel that change nothing here: both are so by themselves."""
+
+
+class OutOfOrderStrategy(DDPStrategy):
+    """Data parallel training in which gradients are computed and sent in the order in which they are needed.
+
+    In DDP the first layer's gradient is computed last, although the next forward needs it first; then every layer waits
+    until all gradients have arrived. Here weight gradients of some layers wait until the network has nothing else to
+    send, and a parameter is updated when the next forward comes to it, while the others are still on their way. Which
+    weight gradients wait and what is sent when is found out in the first 20 to 50 steps, from measured times; where no
+    order is measured to be faster than the usual one, the usual one stays.
+
+    What stays bitwise equal to `DDPStrategy` with two ranks: parameters, gradients, buffers, optimizer and scheduler
+    state, logged values, checkpoints, whoever reads them: a parameter with a gradient or an update on its way waits for
+    it before it is used in any way. With more ranks sums are rounded in another order.
+
+    What cannot be taken apart is not: with clipping, 16-mixed, manual optimization, several optimizers, optimizers
+    other than torch's own that treat each parameter by itself, or hooks on the optimizer's step, all gradients are
+    waited for at the end of backward, and the reason is logged once.
+
+    ==================================  =============================================================================
+    Hook                                what it does
+    ==================================  =============================================================================
+    setup                               rank 0's parameters to all; hooks on parameters and modules
+    training_step, validation_step      rank 0's buffers to all, as in DDP
+    backward                            gradients are sent as they come; weight gradients that waited
+    optimizer_step                      the step is noted; a parameter is updated when it is used next
+    on_validation_start, on_train_end,  all that is on its way is waited for (`synchronize`)
+    checkpoints
+    teardown                            hooks are taken off; after an error nothing waits for other ranks
+    ==================================  =============================================================================
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(
+        ...     strategy=OutOfOrderStrategy(), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
+        ... )
+
+    Source:
+        Oh et al., Out-of-order backprop, EuroSys 2022.
+    """
+
+    def __init__(
+        self,
+        reverse_first_k: int | Literal["auto"] = "auto",
+        cross_iteration: bool | Literal["auto"] = "auto",
+        bucket_bytes: int | Literal["auto"] = "auto",
+        memory_cap_bytes: int | None = None,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments.
+
+        Args:
+            reverse_first_k: How many of the first layers with parameters compute their weight gradients last, in
+                forward order. "auto": any order, the best that is found.
+            cross_iteration: Whether parameters are updated in the next forward, rather than when all gradients have
+                arrived. "auto": if that is measured to be faster.
+            bucket_bytes: Least size of a message, but for the last ones. "auto": the best that is found.
+            memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank; None for no limit.
+            find_unused_parameters: Whether a parameter may get no gradient in a step. One that gets none on any rank is
+                not updated.
+            broadcast_buffers: Whether each forward starts from rank 0's buffers.
+            accelerator: As in `DDPStrategy`.
+            parallel_devices: As in `DDPStrategy`.
+            cluster_environment: As in `DDPStrategy`.
+            checkpoint_io: As in `DDPStrategy`.
+            precision_plugin: As in `DDPStrategy`.
+            process_group_backend: As in `DDPStrategy`.
+            timeout: How long a rank waits for the others before it fails.
+            start_method: As in `DDPStrategy`.
+            **kwargs: `static_graph` and `gradient_as_bucket_view` of `DistributedDataParallel` have no effect;
+                arguments for classes that are mixed in.
+
+        Raises:
+            ValueError: A value is out of range, or an argument of `DDPStrategy` has no place here.
+        """
+        self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes)
+        refused = sorted(name for name in kwargs if name.startswith("ddp_comm") or name == "model_averaging_period")
+        if refused:
+            raise ValueError(
+                f"{', '.join(refused)}: gradients are reduced without DistributedDataParallel here, so its "
+                "communication hooks have no place. Use DDPStrategy for them."
+            )
+        if "bucket_cap_mb" in kwargs:
+            raise ValueError("bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'.")
+        self._find_unused_parameters, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **{name: value for name, value in kwargs.items() if name not in _WITHOUT_MEANING},
+        )
+        self._sync: GradientSync | None = None
+        self._trainer: Trainer | None = None
+        self._has_failed = False
+        self._said: set[str] = set()
+
+    @property
+    def gradient_sync(self) -> GradientSync | None:
+        """What keeps the ranks equal, with its plan and its measurements; None unless in `fit`."""
+        return self._sync
+
+    def synchronize(self) -> None:
+        """Wait for all gradients and updates that are on their way. Nothing happens if there are none.
+
+        Never needed for correctness: whatever reads a parameter, a gradient or an optimizer's state waits by itself.
+
+        Raises:
+            SyncError: Another rank is gone.
+        """
+        if self._sync is not None:
+            self._sync.synchronize()
+
+    # Begin and end.
+
+    def setup(self, trainer: Trainer) -> None:
+        """As in `DDPStrategy`, without its wrapper around the module.
+
+        Args:
+            trainer: The Trainer.
+        """
+        self._trainer, self._has_failed = trainer, False
+        super().setup(trainer)
+        if self._sync is not None:
+            for optimizer in self.optimizers:
+                self._sync.watch_state(_raw(optimizer))
+
+    def configure_ddp(self) -> None:
+        """Make all ranks start equal, and watch the module from now on."""
+        assert self.lightning_module is not None
+        self._sync = GradientSync(
+            self.lightning_module,
+            Ranks(self._timeout, self.root_device),
+            self._options,
+            find_unused_parameters=self._find_unused_parameters,
+            broadcast_buffers=self._broadcast_buffers,
+            can_defer=self.lightning_module.automatic_optimization,
+            on_message=self._say,
+        )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that other ranks may be gone.
+
+        Args:
+            exception: What ended the training.
+        """
+        self._has_failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Take all hooks off; nothing is left on its way."""
+        if self._sync is not None:
+            sync, self._sync = self._sync, None
+            if self._has_failed:
+                sync.abandon()
+            sync.close()
+            if not self._has_failed:
+                sync.ranks.close()
+        self._trainer = None
+        super().teardown()
+
+    # A step.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, from rank 0's buffers.
+
+        Args:
+            *args: Of the module's.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module's gives.
+        """
+        if self._sync is not None:
+            self._sync.forward_begins()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, from rank 0's buffers if it is part of a training.
+
+        Args:
+            *args: Of the module's.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module's gives.
+        """
+        if self._sync is not None:
+            self._sync.forward_begins()
+        return super().validation_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: optim.Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As in `Strategy`, and all gradients are on the wire before `on_after_backward`.
+
+        Args:
+            closure_loss: The loss.
+            optimizer: Whose step follows; None in manual optimization.
+            *args: Of the loss's `backward`.
+            **kwargs: Likewise.
+
+        Returns:
+            The loss without its graph.
+        """
+        if self._sync is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self._sync.backward_begins()
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._sync.backward_ends()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure; take the step in the next forward, or at once.
+
+        Args:
+            optimizer: Whose step.
+            closure: Forward and backward.
+            model: The module.
+            **kwargs: Of the optimizer's `step`.
+
+        Returns:
+            What the closure gives.
+        """
+        if self._sync is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        module = model or self.lightning_module
+        assert isinstance(module, LightningModule)
+        assert self._trainer is not None
+        reason = f"its step was given {', '.join(kwargs)}" if kwargs else None
+        reason = reason or why_not_overlap(self._trainer, module, _raw(optimizer))
+        self._sync.can_cross = reason is None
+        if reason is not None:
+            self._say(f"each step waits for all gradients, because {reason}.")
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = closure()
+        self.precision_plugin._after_closure(module, optimizer)
+        self._sync.step(_raw(optimizer))
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients are not sent, as more are to be added to them.
+
+        Yields:
+            Nothing.
+        """
+        if self._sync is None:
+            yield
+            return
+        before, self._sync.is_syncing = self._sync.is_syncing, False
+        try:
+            yield
+        finally:
+            self._sync.is_syncing = before
+
+    # Where somebody looks.
+
+    def on_train_end(self) -> None:
+        """Nothing is left on its way."""
+        self.synchronize()
+
+    def on_validation_start(self) -> None:
+        """Nothing is left on its way."""
+        self.synchronize()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, all updates taken.
+
+        Returns:
+            As in `DDPStrategy`: the same on all ranks.
+        """
+        self.synchronize()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+        """An optimizer's state, all updates taken.
+
+        Args:
+            optimizer: Whose.
+
+        Returns:
+            As in `DDPStrategy`: the same on all ranks.
+        """
+        self.synchronize()
+        return super().optimizer_state(optimizer)
+
+    def _say(self, message: str) -> None:
+        """Once."""
+        if message not in self._said:
+            self._said.add(message)
+            rank_zero_info(f"{type(self).__name__}: {message}")
+
+
+def _raw(optimizer: Any) -> optim.Optimizer:
+    """The torch optimizer, without Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

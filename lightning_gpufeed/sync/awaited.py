@@ -1,0 +1,192 @@
+"""Parameters of which something is still to come: whoever uses one waits for it, wherever that happens.
+
+::
+
+    backward ends      p becomes awaited: its gradient is on the wire
+    optimizer's step   asked for; p's update will follow its gradient
+    p is used          by forward, a callback, clipping, `state_dict`, ...: the gradient arrives, p is updated,
+                       p is an ordinary parameter again, and then it is used
+
+An awaited parameter is the same object, for that time of another class, whose `__torch_function__` torch calls before
+it touches the tensor. So there is no list of places that have to be remembered; what is no parameter in waiting costs
+nothing. Only a compiled extension that is handed the tensor without torch's own argument parser does not ask: for that,
+`GradientSync` also settles a module's parameters before its forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["AwaitedParameters"]
+
+# What a tensor is, as against what is in it or what belongs to it. Reading these needs no waiting.
+_DESCRIPTIONS = {
+    getattr(Tensor, name).__get__
+    for name in [
+        "requires_grad",
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "itemsize",
+        "nbytes",
+        "grad_fn",
+        "retains_grad",
+    ]
+} | {
+    getattr(Tensor, name)
+    for name in [
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "get_device",
+        "is_signed",
+        "storage_offset",
+        "__len__",
+    ]
+}
+
+_owners: dict[int, AwaitedParameters] = {}
+
+
+class _AwaitedParameter(nn.Parameter):
+    """A parameter for as long as something is still to come."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Settle what is used, then do what was asked for."""
+        if func in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found: list[nn.Parameter] = []
+        _find(args, found)
+        if kwargs:
+            _find(tuple(kwargs.values()), found)
+        for parameter in found:
+            _settle(parameter)
+        return func(*args, **(kwargs or {}))
+
+    # These begin with the class of the object, before torch is asked.
+    def __deepcopy__(self, memo: Any) -> Any:
+        _settle(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _settle(self)
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self) -> Any:  # type: ignore[override]
+        _settle(self)
+        return self.__repr__()
+
+
+def _find(value: Any, found: list[nn.Parameter]) -> None:
+    """Awaited parameters among arguments, in whatever they are wrapped."""
+    if type(value) is _AwaitedParameter:
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _find(part, found)
+    elif isinstance(value, dict):
+        _find(tuple(value.values()), found)
+
+
+def _settle(parameter: nn.Parameter) -> None:
+    owner = _owners.get(id(parameter))
+    if owner is None:  # settled meanwhile, by another thread
+        parameter.__class__ = nn.Parameter
+    else:
+        owner.settle(parameter)
+
+
+class AwaitedParameters:
+    """Which parameters are awaited, and what has to be done before one is used."""
+
+    def __init__(self, arrive: Callable[[nn.Parameter], None]) -> None:
+        """None is awaited yet.
+
+        Args:
+            arrive: Called with a parameter that is about to be used. It has to `release` that one, and may release
+                others; only then may it touch them.
+        """
+        self._arrive = arrive
+        self._held: dict[int, nn.Parameter] = {}
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """How many are awaited."""
+        return len(self._held)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether one is awaited."""
+        return id(parameter) in self._held
+
+    def held(self) -> list[nn.Parameter]:
+        """Those that are awaited.
+
+        Returns:
+            In the order in which they were given.
+        """
+        return list(self._held.values())
+
+    def hold(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Make parameters awaited.
+
+        Args:
+            parameters: Any. Those of a class of their own cannot be.
+
+        Returns:
+            Those that cannot.
+        """
+        others = []
+        for parameter in parameters:
+            if type(parameter) is not nn.Parameter:
+                others.append(parameter)
+                continue
+            self._held[id(parameter)] = parameter
+            _owners[id(parameter)] = self
+            parameter.__class__ = _AwaitedParameter
+        return others
+
+    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make parameters ordinary again.
+
+        Args:
+            parameters: Awaited ones; others are left as they are.
+        """
+        for parameter in parameters:
+            if self._held.pop(id(parameter), None) is not None:
+                del _owners[id(parameter)]
+                parameter.__class__ = nn.Parameter
+
+    def settle(self, parameter: nn.Parameter) -> None:
+        """Do what has to be done before a parameter is used.
+
+        Args:
+            parameter: Any; nothing happens if it is not awaited.
+        """
+        if id(parameter) in self._held:
+            with self._lock:
+                if id(parameter) in self._held:
+                    self._arrive(parameter)

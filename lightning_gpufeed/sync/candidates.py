@@ -1,0 +1,193 @@
+"""Plans worth trying, from what was asked for and what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts
+from lightning_gpufeed.sync.plan import Action, Bucket, Piece, SyncPlan, conventional, reverse_first_k
+from lightning_gpufeed.sync.search import search
+from lightning_gpufeed.sync.simulate import simulate
+
+__all__ = ["USUAL_BUCKET_BYTES", "Candidate", "PlanOptions", "given_plan", "plans_to_try", "usual_plan"]
+
+USUAL_BUCKET_BYTES = 25 << 20
+"""Of `DistributedDataParallel`."""
+_FINE_BUCKET_BYTES = (1 << 20, 4 << 20)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is given, and what is to be found ("auto").
+
+    Attributes:
+        reverse_first_k: How many of the first layers compute their weight gradients last.
+        cross_iteration: Whether the next forward starts before all gradients have arrived.
+        bucket_bytes: Least size of a message, but for the last ones.
+        memory_cap_bytes: Most that weight gradients that wait may keep alive; None for no limit.
+    """
+
+    reverse_first_k: int | Literal["auto"] = "auto"
+    cross_iteration: bool | Literal["auto"] = "auto"
+    bucket_bytes: int | Literal["auto"] = "auto"
+    memory_cap_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: One is out of range or of another type.
+        """
+        _check_count("reverse_first_k", self.reverse_first_k, 0)
+        _check_count("bucket_bytes", self.bucket_bytes, 1)
+        if not isinstance(self.cross_iteration, bool) and self.cross_iteration != "auto":
+            raise ValueError(f"cross_iteration is {self.cross_iteration!r}; expected True, False or 'auto'.")
+        if self.memory_cap_bytes is not None:
+            _check_count("memory_cap_bytes", self.memory_cap_bytes, 0, "None for no limit")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether nothing is left to be found."""
+        return "auto" not in (self.reverse_first_k, self.cross_iteration, self.bucket_bytes)
+
+
+def _check_count(name: str, value: object, least: int, other: str = "'auto'") -> None:
+    if value == "auto" and other == "'auto'":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on, or {other}.")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and how long a step should take with it."""
+
+    plan: SyncPlan
+    seconds: float
+
+
+def usual_plan(layers: Sequence[LayerCosts], bucket_bytes: int = USUAL_BUCKET_BYTES) -> SyncPlan:
+    """What `DistributedDataParallel` does.
+
+    Args:
+        layers: In forward order.
+        bucket_bytes: A bucket is closed when it holds that much.
+
+    Returns:
+        The plan.
+    """
+    return conventional(layers, bucket_bytes)
+
+
+def given_plan(layers: Sequence[LayerCosts], options: PlanOptions, late: Collection[int] = ()) -> SyncPlan:
+    """The plan that options without "auto" say.
+
+    Args:
+        layers: In forward order. Seconds do not matter.
+        options: All given.
+        late: Layers whose gradients are sent when backward has ended.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: There are fewer layers than `reverse_first_k`.
+    """
+    assert isinstance(options.reverse_first_k, int)
+    assert isinstance(options.bucket_bytes, int)
+    _check_k(layers, options.reverse_first_k)
+    on_time = _on_time(layers, late)
+    plan = reverse_first_k(on_time, options.reverse_first_k, options.bucket_bytes, options.cross_iteration is True)
+    return _with_late(plan, layers, late)
+
+
+def _check_k(layers: Sequence[LayerCosts], k: int) -> None:
+    if k > len(layers):
+        raise ValueError(
+            f"reverse_first_k is {k}; expected at most {len(layers)}, the number of layers with parameters."
+        )
+
+
+def plans_to_try(
+    layers: Sequence[LayerCosts],
+    link: LinkCosts,
+    options: PlanOptions,
+    *,
+    other_seconds: float = 0.0,
+    is_accumulating: bool = False,
+    late: Collection[int] = (),
+) -> list[Candidate]:
+    """What to measure on real steps.
+
+    Args:
+        layers: In forward order, as measured.
+        link: As measured.
+        options: What is given is kept.
+        other_seconds: Of a step, beside its layers.
+        is_accumulating: Whether that is mostly earlier microbatches, which come after the first forward, rather than
+            what comes before it.
+        late: Layers whose gradients are sent when backward has ended.
+
+    Returns:
+        What `DistributedDataParallel` would do comes first, unless the options exclude it; the best plan is last.
+    """
+    between = LayerCosts("between", other_seconds, 0.0, 0.0, 0)
+    nothing = replace(between, forward_seconds=0.0)
+    around = (nothing, between) if is_accumulating else (between, nothing)
+    full = [around[0], *_on_time(layers, late), around[1]]
+    k, cross, size = options.reverse_first_k, options.cross_iteration, options.bucket_bytes
+    found: list[SyncPlan] = []
+    sizes: tuple[int, ...]
+    if k == "auto" and cross is not True:
+        sizes = (size,) if isinstance(size, int) else (USUAL_BUCKET_BYTES, *_FINE_BUCKET_BYTES)
+        usual = [conventional(full, one) for one in sizes]
+        found.append(usual[0])
+        best_usual = min(usual, key=lambda plan: simulate(plan, full, link).step_seconds)
+        if best_usual.buckets != usual[0].buckets:
+            found.append(best_usual)
+    if k == "auto":
+        plan = search(
+            full,
+            link,
+            memory_cap_bytes=options.memory_cap_bytes,
+            bucket_bytes=size,
+            cross_iteration=cross is not False,
+            min_gain=-1.0 if cross is True else 0.01,
+        )
+    else:
+        _check_k(layers, k)
+        total = sum(layer.gradient_bytes for layer in full) or 1
+        sizes = (size,) if isinstance(size, int) else tuple(max(1, total >> halvings) for halvings in range(8))
+        plans = [reverse_first_k(full, k + 1, one, cross is not False) for one in sizes]
+        plan = min(plans, key=lambda one: simulate(one, full, link).step_seconds)
+    if all(plan.buckets != other.buckets or plan.backward != other.backward for other in found):
+        found.append(plan)
+    return [
+        Candidate(_with_late(_inner(plan), layers, late), simulate(plan, full, link).step_seconds) for plan in found
+    ]
+
+
+def _on_time(layers: Sequence[LayerCosts], late: Collection[int]) -> list[LayerCosts]:
+    """Late layers send nothing and wait for nothing."""
+    return [
+        replace(layer, gradient_bytes=0, is_deferrable=False) if i in late else layer for i, layer in enumerate(layers)
+    ]
+
+
+def _inner(plan: SyncPlan) -> SyncPlan:
+    """Without the first and the last layer, which are none."""
+    last = max(action.layer for action in plan.backward)
+    actions = tuple(Action(kind, i - 1) for kind, i in plan.backward if 0 < i < last)
+    buckets = tuple(tuple(Piece(i - 1, begin, end) for i, begin, end in bucket) for bucket in plan.buckets)
+    return SyncPlan(actions, buckets, plan.cross_iteration)
+
+
+def _with_late(plan: SyncPlan, layers: Sequence[LayerCosts], late: Collection[int]) -> SyncPlan:
+    """With messages for late layers behind all others."""
+    buckets: list[Bucket] = list(plan.buckets)
+    for i in sorted(late, reverse=True):
+        if layers[i].gradient_bytes:
+            buckets.append((Piece(i, 0, layers[i].gradient_bytes),))
+    return replace(plan, buckets=tuple(buckets))

@@ -1,0 +1,131 @@
+"""Steps of a torch optimizer on some of its parameters, later than they were asked for and with the same result.
+
+Private names of torch, each asserted in `tests/test_private_api.py`:
+
+=================================================  =================================================================
+name                                               what for
+=================================================  =================================================================
+Optimizer._optimizer_step_pre_hooks, _post_hooks   a hook has to run once in a step, so such a step is not taken apart
+torch.optim.optimizer._global_optimizer_*_hooks    likewise
+Optimizer._opt_called                              schedulers look at it to warn of a step that has not been taken
+=================================================  =================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import optimizer as torch_optimizer
+
+__all__ = ["PendingStep", "why_inseparable"]
+
+SEPARABLE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+)
+"""Optimizers whose update of a parameter depends on that parameter, its gradient and its state alone."""
+
+
+def why_inseparable(optimizer: optim.Optimizer) -> str | None:
+    """Whether a step may be taken for each parameter by itself.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        None if the result is the same; otherwise the reason in a few words.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in SEPARABLE:
+        return f"{name} may use several parameters at once"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has hooks on its step"
+    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+        return "there are hooks on the step of every optimizer"
+    return None
+
+
+class PendingStep:
+    """A step that was asked for, and is taken parameter by parameter."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        """Ask for a step: with the learning rate and whatever else the groups say at this moment.
+
+        Args:
+            optimizer: One for which `why_inseparable` has no reason.
+        """
+        self._optimizer = optimizer
+        self._settings = [_settings(group) for group in optimizer.param_groups]
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        # Schedulers warn if they are stepped before the optimizer was.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer updates a parameter in this step, and has not yet."""
+        return id(parameter) in self._group_of
+
+    def __len__(self) -> int:
+        """How many parameters are not updated yet."""
+        return len(self._group_of)
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the step for some parameters. Those that it was taken for already are left out.
+
+        Args:
+            parameters: With their gradients in `.grad`.
+        """
+        chosen: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            number = self._group_of.pop(id(parameter), None)
+            if number is not None:
+                chosen.setdefault(number, []).append(parameter)
+        if not chosen:
+            return
+        groups = self._optimizer.param_groups
+        now = [dict(group) for group in groups]
+        try:
+            for number, group in enumerate(groups):
+                if number < len(self._settings):
+                    group.update(self._settings[number])
+                group["params"] = chosen.get(number, [])
+            # As if it were taken where it was asked for: outside of autocast, of inference and of any mode of forward.
+            with torch.inference_mode(False), torch.no_grad(), _without_autocast(), torch._C.DisableTorchFunction():
+                self._optimizer.step()
+        finally:
+            for group, before in zip(groups, now, strict=True):
+                group.update(before)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says but for its parameters. A scheduler changes a learning rate that is a tensor in place."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

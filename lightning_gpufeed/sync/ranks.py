@@ -1,0 +1,163 @@
+"""What all ranks have to agree on beside gradients: the model at the start, buffers, measurements, the plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from lightning_gpufeed.errors import SyncError
+
+__all__ = ["Ranks"]
+
+_PROBE_BYTES = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
+_PROBE_REPEATS = 3
+
+
+class Ranks:
+    """All ranks of the default process group, with a group of their own for gradients.
+
+    Attributes:
+        group: For gradients alone, so that nothing waits behind them.
+        rank: This process.
+        num_ranks: How many there are.
+    """
+
+    def __init__(self, timeout: timedelta | None = None, device: torch.device | None = None) -> None:
+        """Join: every rank has to call this.
+
+        Args:
+            timeout: How long a rank waits for the others before it fails; None is what the backend takes.
+            device: Where gradients are; None for the CPU.
+        """
+        self.device = device or torch.device("cpu")
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        self.group: Any = distributed.new_group(timeout=timeout)
+
+    def check_same(self, model: nn.Module) -> None:
+        """Make sure that all ranks have parameters of the same names, shapes and types.
+
+        Args:
+            model: This rank's.
+
+        Raises:
+            SyncError: They do not; on every rank, which says where it differs from rank 0.
+        """
+        own = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in model.named_parameters()]
+        every: list[Any] = [None] * self.num_ranks
+        distributed.all_gather_object(every, own)
+        for rank, other in enumerate(every):
+            if other != every[0]:
+                first = next((pair for pair in zip(every[0], other, strict=False) if pair[0] != pair[1]), None)
+                what = (
+                    f"{_described(first[1])} where rank 0 has {_described(first[0])}"
+                    if first
+                    else f"{len(other)} parameters where rank 0 has {len(every[0])}"
+                )
+                raise SyncError(f"Rank {rank} has {what}; expected the same model on every rank. Build it alike.")
+
+    def broadcast(self, model: nn.Module) -> None:
+        """Take rank 0's parameters and buffers.
+
+        Args:
+            model: Changed in place.
+        """
+        self._broadcast([*(one.detach() for one in model.parameters()), *model.buffers()])
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Take rank 0's buffers.
+
+        Args:
+            model: Changed in place.
+        """
+        self._broadcast(model.buffers())
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            works = [distributed.broadcast(tensor, 0, async_op=True) for tensor in tensors]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    def decided(self, value: Any) -> Any:
+        """What rank 0 says.
+
+        Args:
+            value: Anything that can be pickled; only rank 0's counts.
+
+        Returns:
+            Rank 0's, on every rank.
+        """
+        box = [value]
+        distributed.broadcast_object_list(box, 0)
+        return box[0]
+
+    def mean(self, numbers: Sequence[float]) -> list[float]:
+        """Means over all ranks.
+
+        Args:
+            numbers: Equally many on every rank.
+
+        Returns:
+            The same on every rank.
+        """
+        return [number / self.num_ranks for number in self._reduced(numbers, distributed.ReduceOp.SUM)]
+
+    def maximum(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of each number over all ranks.
+
+        Args:
+            numbers: Equally many on every rank.
+
+        Returns:
+            The same on every rank.
+        """
+        return self._reduced(numbers, distributed.ReduceOp.MAX)
+
+    def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        tensor = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
+        distributed.all_reduce(tensor, operation)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def probe_link(self, most_bytes: int) -> list[tuple[int, float]]:
+        """Measure how long an all-reduce takes, for several sizes.
+
+        Args:
+            most_bytes: Of all gradients; nothing larger is sent.
+
+        Returns:
+            Pairs of bytes and seconds, means over the ranks: the same on every rank.
+        """
+        sizes = [size for size in _PROBE_BYTES if size <= most_bytes] or [max(4, most_bytes)]
+        samples = []
+        for size in sizes:
+            tensor = torch.zeros(size // 4, device=self.device)
+            for repeat in range(_PROBE_REPEATS + 1):
+                self._synchronized()
+                begin = time.perf_counter()
+                distributed.all_reduce(tensor, group=self.group)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                if repeat:
+                    samples.append((size // 4 * 4, time.perf_counter() - begin))
+        seconds = self.mean([sample for _, sample in samples])
+        return [(size, second) for (size, _), second in zip(samples, seconds, strict=True)]
+
+    def _synchronized(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.maximum([0.0])
+
+    def close(self) -> None:
+        """Give the group back. All ranks have to be there."""
+        distributed.destroy_process_group(self.group)
+
+
+def _described(parameter: tuple[str, tuple[int, ...], str, bool]) -> str:
+    name, shape, dtype, requires_grad = parameter
+    return f"{name} {shape} {dtype.removeprefix('torch.')}{'' if requires_grad else ' without a gradient'}"

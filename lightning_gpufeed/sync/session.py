@@ -1,0 +1,382 @@
+"""Out-of-order gradient sync for a training loop: forward, backward, step, and what crosses from one to the next.
+
+::
+
+    sync.forward_begins()      buffers as on rank 0; a new plan, if there is one
+    loss = model(x)            each parameter is updated right before it is used
+    sync.backward_begins()     what forward has not used is updated now
+    loss.backward()            gradients are sent as they come
+    sync.backward_ends()       weight gradients that waited; all gradients are on the wire
+    sync.step(optimizer)       taken as gradients arrive, or at once: the same result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from lightning_gpufeed.backprop.engine import at_end_of_backward
+from lightning_gpufeed.backprop.split import WeightGradSplitter, splittable_layers
+from lightning_gpufeed.errors import SyncError
+from lightning_gpufeed.sync.awaited import AwaitedParameters
+from lightning_gpufeed.sync.candidates import PlanOptions
+from lightning_gpufeed.sync.hooks import ModelHooks, compiled_parts
+from lightning_gpufeed.sync.layers import SyncLayer, find_layers, sparse_parameters
+from lightning_gpufeed.sync.optimizers import PendingStep
+from lightning_gpufeed.sync.plan import SyncPlan
+from lightning_gpufeed.sync.ranks import Ranks
+from lightning_gpufeed.sync.reducer import Reducer
+from lightning_gpufeed.sync.tuner import Tuner
+
+__all__ = ["GradientSync"]
+
+
+class GradientSync:
+    """Keeps the replicas of a model on several ranks equal.
+
+    What stays bitwise equal to `DistributedDataParallel` with two ranks: every gradient, parameter and buffer, whoever
+    reads it, at any time outside of backward. With more ranks sums are rounded in another order. What differs is when
+    things happen: a gradient arrives, and its parameter is updated, no later than when it is used.
+
+    Example:
+        A loop by hand, in each of several processes of a group::
+
+            sync = GradientSync(model, Ranks(timeout), PlanOptions())
+            for x, y in batches:
+                sync.forward_begins()
+                loss = criterion(model(x), y)
+                optimizer.zero_grad()
+                sync.backward_begins()
+                loss.backward()
+                sync.backward_ends()
+                sync.step(optimizer)
+            sync.close()
+
+    Source:
+        Oh et al., Out-of-order backprop, EuroSys 2022; updates in the next forward as in ByteScheduler (Peng et al.,
+        SOSP 2019).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        options: PlanOptions,
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        can_defer: bool = True,
+        on_message: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """Make all ranks start from the parameters and buffers of rank 0.
+
+        Args:
+            model: On its device, the same on all ranks.
+            ranks: Who takes part.
+            options: What plan to use, or that the best is to be found.
+            find_unused_parameters: Whether a parameter may have no gradient in a step, on some ranks or on all.
+            broadcast_buffers: Whether each forward starts from rank 0's buffers.
+            can_defer: Whether weight gradients may wait, and updates cross into the next forward.
+            on_message: Told what was decided, in one line, on every rank.
+
+        Raises:
+            SyncError: The ranks have different models.
+        """
+        self.model, self.ranks, self._options = model, ranks, options
+        self._find_unused, self._on_message = find_unused_parameters, on_message
+        self._has_buffers = broadcast_buffers and any(True for _ in model.buffers())
+        self.can_cross = can_defer
+        """Whether the next step may be taken in the next forward; else it is an ordinary one."""
+        self.is_syncing = True
+        """False during those microbatches of an accumulation that are not the last."""
+        self._are_buffers_due, self._is_in_backward, self._is_step_over = True, False, False
+        self._num_microbatches = 0
+        self._awaited = AwaitedParameters(self._arrive)
+        self._steps: list[PendingStep] = []
+        self._state_hooks: list[Any] = []
+        self._splitter: WeightGradSplitter | None = None
+        self._peak_deferred_bytes = 0
+        ranks.check_same(model)
+        ranks.broadcast(model)
+        self._compiled, is_borderless = compiled_parts(model)
+        self.can_defer = can_defer and not is_borderless
+        self._hooks = ModelHooks(model, self._before_forward, self._after_grad)
+        self._restart()
+
+    @property
+    def peak_deferred_bytes(self) -> int:
+        """Most that weight gradients that wait have kept alive at a time."""
+        return max(self._peak_deferred_bytes, self._splitter.peak_bytes if self._splitter else 0)
+
+    @property
+    def plan(self) -> SyncPlan:
+        """What is done in the current step; numbers `layers`."""
+        return self._tuner.plan
+
+    @property
+    def layers(self) -> list[SyncLayer]:
+        """What the plan numbers: in forward order once that is known."""
+        return self._tuner.layers
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the plan will stay."""
+        return self._tuner.is_settled
+
+    @property
+    def num_pending(self) -> int:
+        """Parameters whose gradient or update is still to come."""
+        return len(self._awaited)
+
+    def _restart(self) -> None:
+        """Learn about the model: at first, and when another parameter requires a gradient."""
+        names, _ = splittable_layers(self.model)
+        names = tuple(name for name in names if self.can_defer and name not in self._compiled)
+        self._trainable = {id(one) for one in self.model.parameters() if one.requires_grad}
+        layers = find_layers(self.model, names)
+        self._tuner = Tuner(
+            layers,
+            self._options,
+            self.ranks,
+            can_gain=lambda: self.can_defer and self.can_cross,
+            on_message=self._on_message,
+        )
+        self._hooks.watch(self.model)
+        self._install()
+        self._first_use: list[nn.Parameter] = []
+        self._is_learning = True
+        self._counts = {id(one): 0 for layer in layers for one in layer.parameters}
+
+    def _install(self) -> None:
+        """Use the tuner's plan from the next forward on. Nothing is pending."""
+        self._layer_of = {id(one): i for i, layer in enumerate(self.layers) for one in layer.parameters}
+        self._layer_named = {layer.module_name: i for i, layer in enumerate(self.layers)}
+        self._reducer = Reducer(
+            self.layers,
+            self.plan.buckets,
+            self.ranks.group,
+            is_late=self._tuner.late,
+            sparse=sparse_parameters(self.model),
+            find_unused_parameters=self._find_unused,
+        )
+        self._drop_splitter()
+        order = self._tuner.backward_order()
+        if order is not None:
+            times = self._tuner.times
+            self._splitter = WeightGradSplitter(
+                self.model,
+                order,
+                memory_cap_bytes=self._options.memory_cap_bytes,
+                on_input_grad=None if times is None else self._input_grad_measured,
+                on_grad=None if times is None else self._weight_grad_measured,
+            )
+
+    def _drop_splitter(self) -> None:
+        if self._splitter is not None:
+            self._peak_deferred_bytes = self.peak_deferred_bytes
+            self._splitter.close()
+            self._splitter = None
+
+    # What the loop tells, in this order.
+
+    def forward_begins(self) -> None:
+        """A forward begins, in training or not.
+
+        Raises:
+            SyncError: Another rank is gone.
+        """
+        if self._is_step_over:
+            self._is_step_over = False
+            self._next_step()
+        if torch.is_grad_enabled():
+            self._num_microbatches += 1
+            if self._splitter is not None:
+                self._splitter.is_open = self.is_syncing
+            if self._tuner.times is not None:
+                self._tuner.times.note("forward")
+            if self._is_learning:
+                self._awaited.hold(one for layer in self.layers for one in layer.parameters)
+        if self._has_buffers and self._are_buffers_due:
+            self.ranks.broadcast_buffers(self.model)
+        # As in DistributedDataParallel: not after a forward that no gradient of which is reduced.
+        self._are_buffers_due = torch.is_grad_enabled() and self.is_syncing
+
+    def backward_begins(self) -> None:
+        """Forward is over. What it has not used is updated now.
+
+        Raises:
+            SyncError: Another rank is gone.
+        """
+        self.synchronize()
+        if self._tuner.times is not None:
+            self._tuner.times.note("backward")
+        self._is_in_backward = True
+        if self.is_syncing:
+            self._reducer.begin()
+
+    def backward_ends(self) -> None:
+        """Backward is over: weight gradients that waited are computed, and the last gradients sent.
+
+        Raises:
+            SyncError: Another rank is gone, or a parameter has no gradient and `find_unused_parameters` is not set.
+        """
+        if self._splitter is not None:
+            self._splitter.finish()
+        self._is_in_backward = False
+        if not self.is_syncing:
+            return
+        missing = self._reducer.end()
+        if missing:
+            raise SyncError(
+                f"{len(missing)} parameters got no gradient on rank {self.ranks.rank}, such as {missing[0]}; expected "
+                "one for each that requires it. Set find_unused_parameters=True if parts of the model are not always "
+                "used."
+            )
+        self._is_step_over = True
+        times = self._tuner.times
+        if times is not None:
+            times.note("wait")
+        if self.plan.cross_iteration and self.can_cross:
+            for parameter in self._awaited.hold(one for layer in self.layers for one in layer.parameters):
+                self._reducer.wait(self._layer_of[id(parameter)])
+        else:
+            for layer in range(len(self.layers)):
+                self._reducer.wait(layer)
+        if times is not None:
+            times.note("waited")
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """Take an optimizer's step: for each parameter as soon as its gradient is there and it is used.
+
+        Args:
+            optimizer: One that is separable, see `why_inseparable`. The step is that of now, whatever a scheduler does
+                to its groups meanwhile.
+        """
+        if not len(self._awaited):
+            optimizer.step()
+            return
+        step = PendingStep(optimizer)
+        step.take(one for group in optimizer.param_groups for one in group["params"] if one not in self._awaited)
+        if len(step):
+            self._steps.append(step)
+
+    def synchronize(self) -> None:
+        """Wait for all gradients, and take all steps that were asked for. Does nothing if nothing is pending.
+
+        Raises:
+            SyncError: Another rank is gone.
+        """
+        for parameter in self._awaited.held():
+            self._awaited.settle(parameter)
+
+    def watch_state(self, optimizer: optim.Optimizer) -> None:
+        """Have all that is pending done before somebody reads or replaces an optimizer's state.
+
+        Args:
+            optimizer: Whose.
+        """
+        self._state_hooks += [
+            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.synchronize()),
+        ]
+
+    def abandon(self) -> None:
+        """After an error: take the steps whose gradients have arrived, wait for no other rank, forget the rest."""
+        held = self._awaited.held()
+        arrived = [one for one in held if not self._is_learning and self._is_arrived(one)]
+        for parameter in arrived:
+            self._awaited.settle(parameter)
+        self._awaited.release(held)
+        self._steps.clear()
+        if self._splitter is not None:
+            self._splitter.discard()
+        self._is_in_backward = False
+
+    def close(self) -> None:
+        """Leave the model as it was, but for what it has learned."""
+        self.synchronize()
+        self._drop_splitter()
+        self._hooks.close()
+        for hook in self._state_hooks:
+            hook.remove()
+        self._state_hooks.clear()
+
+    # What happens in between.
+
+    def _next_step(self) -> None:
+        """Between two steps: whatever is new takes effect."""
+        counts = (
+            [max(self._counts[id(one)] for one in layer.parameters) for layer in self.layers]
+            if self._is_learning
+            else []
+        )
+        is_new = self._tuner.next(self._first_use, counts, self._num_microbatches)
+        self._num_microbatches, self._is_learning = 0, False
+        with torch._C.DisableTorchFunctionSubclass():
+            is_other = any(one.requires_grad and id(one) not in self._trainable for one in self.model.parameters())
+        if is_other:
+            self.synchronize()
+            self._restart()
+        elif is_new:
+            self.synchronize()
+            self._install()
+
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be used: it, and those after it that have arrived too."""
+        if self._is_learning:
+            self._first_use.append(parameter)
+            self._awaited.release([parameter])
+            return
+        first = self._layer_of[id(parameter)]
+        chosen = list(self.layers[first].parameters)
+        self._reducer.wait(first)
+        for layer in range(first + 1, len(self.layers)):
+            if self.layers[layer].parameters[0] in self._awaited:
+                if not self._reducer.is_arrived(layer):
+                    break
+                self._reducer.wait(layer)
+                chosen += self.layers[layer].parameters
+        self._awaited.release(chosen)
+        for step in self._steps:
+            step.take(chosen)
+        self._steps = [step for step in self._steps if len(step)]
+
+    def _is_arrived(self, parameter: nn.Parameter) -> bool:
+        return self._reducer.error is None and self._reducer.is_arrived(self._layer_of[id(parameter)])
+
+    def _before_forward(self, parameters: tuple[nn.Parameter, ...]) -> None:
+        if len(self._awaited):
+            for parameter in parameters:
+                self._awaited.settle(parameter)
+        if self._tuner.times is not None and (layer := self._layer_of.get(id(parameters[0]))) is not None:
+            self._tuner.times.note("F", layer)
+
+    def _after_grad(self, parameter: Tensor) -> None:
+        if not self.is_syncing:
+            return
+        layer = self._layer_of.get(id(parameter))
+        if layer is None:
+            return
+        if not self._is_in_backward:  # a backward that the loop did not tell of
+            self.backward_begins()
+            at_end_of_backward(self.backward_ends)
+        if self._is_learning:
+            self._counts[id(parameter)] += 1
+        if self._tuner.times is not None and not self._is_split(layer):
+            self._tuner.times.note("B", layer)
+        self._reducer.see(layer)
+
+    def _is_split(self, layer: int) -> bool:
+        return self._splitter is not None and self.layers[layer].is_deferrable
+
+    def _input_grad_measured(self, name: str) -> None:
+        if self._tuner.times is not None and self._splitter is not None:
+            self._tuner.times.note("I", self._layer_named[name])
+            self._tuner.times.note_bytes(self._layer_named[name], self._splitter.pending_bytes)
+
+    def _weight_grad_measured(self, name: str) -> None:
+        if self._tuner.times is not None:
+            self._tuner.times.note("W", self._layer_named[name])

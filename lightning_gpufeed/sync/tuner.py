@@ -1,0 +1,253 @@
+"""Finds out which plan is the fastest here: learn the order, measure the parts, search, and try the best on real steps.
+
+::
+
+    step    0        1     2  3  4    5 .. 9    10 .. 14   15 .. 19  20 .. 24  25 .. 29  30 .. 34   35 ...
+            order    warm  measure    usual     best       usual     best      usual     best       what was faster
+
+Every rank takes the same decisions: rank 0 plans with means over all ranks, and its plans go to all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from torch import nn
+
+from lightning_gpufeed.backprop.order import BackwardOrder, from_actions
+from lightning_gpufeed.sync.candidates import USUAL_BUCKET_BYTES, PlanOptions, given_plan, plans_to_try, usual_plan
+from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts, fit_link
+from lightning_gpufeed.sync.layers import SyncLayer, in_order
+from lightning_gpufeed.sync.plan import SyncPlan
+from lightning_gpufeed.sync.ranks import Ranks
+from lightning_gpufeed.sync.times import StepSeconds, StepTimes, medians
+
+__all__ = ["Tuner"]
+
+_NUM_MEASURED = 3
+_WINDOW_STEPS, _NUM_ROUNDS = 5, 3
+"""Steps with one plan before the next is tried, the first of them not counted; and how often each is tried."""
+_MIN_GAIN = 0.01
+"""Share of a step below which a gain is none."""
+
+
+@dataclass
+class _Arm:
+    """A plan that is tried."""
+
+    plan: SyncPlan
+    predicted_seconds: float
+    windows: list[float] = field(default_factory=list)
+    """Median step of each window."""
+
+    @property
+    def seconds(self) -> float:
+        return median(self.windows)
+
+
+class Tuner:
+    """Says which plan to use in the next step.
+
+    Attributes:
+        layers: In forward order, once that is known.
+        plan: For the next step; numbers `layers`.
+        late: Layers that are sent when backward has ended, as the number of their gradients is not certain.
+        times: Where the parts of a step are noted, while they are measured.
+        costs: Measured; empty before.
+        link: Measured; None before.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[SyncLayer],
+        options: PlanOptions,
+        ranks: Ranks,
+        *,
+        can_gain: Callable[[], bool],
+        on_message: Callable[[str], None],
+    ) -> None:
+        """Before the first step.
+
+        Args:
+            layers: Of the model, in any order.
+            options: What is to be found, and what is given.
+            ranks: Who takes part.
+            can_gain: Whether weight gradients may wait, and updates cross into the next forward; asked after a step.
+            on_message: Told the decision.
+        """
+        self.layers = list(layers)
+        self._options, self._ranks, self._on_message = options, ranks, on_message
+        self._can_gain = can_gain
+        self._really_late: set[int] = set()
+        self.late = set(range(len(self.layers)))
+        self.plan = usual_plan(self._costs())
+        self.times: StepTimes | None = None
+        self.costs: list[LayerCosts] = []
+        self.link: LinkCosts | None = None
+        self._stage = "order"
+        self._measured: list[StepSeconds] = []
+        self._num_steps = 0
+        self._arms: list[_Arm] = []
+        self._window: list[float] = []
+        self._clock = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the plan will stay."""
+        return self._stage == "settled"
+
+    def backward_order(self) -> BackwardOrder | None:
+        """What the plan says of the weight gradients that can wait.
+
+        Returns:
+            None if none waits and none has to be measured.
+        """
+        names = {i: layer.module_name for i, layer in enumerate(self.layers) if layer.is_deferrable}
+        if self._stage == "measure":
+            return BackwardOrder(after={name: () for name in names.values()}) if names else None
+        actions = []
+        for kind, i in self.plan.backward:
+            if i in names and i not in self.late:
+                actions += [(part, names[i]) for part in ("IW" if kind == "B" else kind)]
+        order = from_actions(actions)
+        return order if order.deferred else None
+
+    def next(self, first_use: Sequence[nn.Parameter], counts: Sequence[int], num_microbatches: int) -> bool:
+        """A step is over.
+
+        Args:
+            first_use: Parameters in the order in which forward has used them first.
+            counts: For each layer, 1 if each of its gradients came once in a backward.
+            num_microbatches: In the step.
+
+        Returns:
+            Whether the next step has another plan, or other layers.
+        """
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self._num_steps += 1
+        if self._stage == "order":
+            self._learn_order(first_use, counts)
+            return True
+        if self._stage == "measure":
+            return self._measure(num_microbatches)
+        return self._stage == "try" and self._try(seconds)
+
+    def _learn_order(self, first_use: Sequence[nn.Parameter], counts: Sequence[int]) -> None:
+        places = {id(layer): place for place, layer in enumerate(self.layers)}
+        order = self._ranks.decided([places[id(layer)] for layer in in_order(self.layers, first_use)])
+        is_odd = self._ranks.maximum([float(count != 1) for count in counts])
+        self.layers = [self.layers[place] for place in order]
+        self._really_late = {i for i, place in enumerate(order) if is_odd[place]}
+        costs = self._costs()
+        can_gain = bool(costs) and self._can_gain()
+        if can_gain and self._options.is_given:
+            self._settle(given_plan(costs, self._options, self._really_late))
+        elif can_gain and self._ranks.num_ranks > 1:
+            self.plan = usual_plan(costs)
+            self.times = StepTimes(self._ranks.device, len(self.layers))
+            self._stage = "measure"
+        else:
+            options = PlanOptions(0, False, USUAL_BUCKET_BYTES)
+            self._settle(given_plan(costs, options, self._really_late))
+
+    def _settle(self, plan: SyncPlan) -> None:
+        self.plan, self.late, self.times, self._stage = plan, self._really_late, None, "settled"
+
+    def _costs(self, step: StepSeconds | None = None) -> list[LayerCosts]:
+        """The layers as plans see them."""
+        costs = []
+        for i, layer in enumerate(self.layers):
+            parts = (step.forward[i], step.input_grad[i], step.weight_grad[i]) if step else (0.0, 0.0, 0.0)
+            deferred_bytes = step.deferred_bytes[i] if step else 0
+            is_deferrable = layer.is_deferrable and i not in self._really_late
+            costs.append(LayerCosts(layer.name, *parts, layer.gradient_bytes, deferred_bytes, is_deferrable))
+        return costs
+
+    def _measure(self, num_microbatches: int) -> bool:
+        assert self.times is not None
+        step = self.times.take()
+        if step is not None and self._num_steps > 2:  # the first of them is warm-up
+            self._measured.append(step)
+        if len(self._measured) < _NUM_MEASURED and self._num_steps < 2 * _NUM_MEASURED + 2:
+            return False
+        self.times = None
+        if self._ranks.maximum([float(not self._measured)]) != [0.0]:
+            self._settle(given_plan(self._costs(), PlanOptions(0, False, USUAL_BUCKET_BYTES), self._really_late))
+            return True
+        step = medians(self._measured)
+        step = StepSeconds.of_numbers(self._ranks.mean(step.numbers()), step.deferred_bytes)
+        self.link = fit_link(self._ranks.probe_link(sum(layer.gradient_bytes for layer in self.layers)))
+        self.costs = self._costs(step)
+        texts: list[tuple[str, float]] = []
+        if self._ranks.rank == 0:
+            found = plans_to_try(
+                self.costs,
+                self.link,
+                self._options,
+                other_seconds=step.other,
+                is_accumulating=num_microbatches > 1,
+                late=self._really_late,
+            )
+            texts = [(str(one.plan), one.seconds) for one in found]
+        self._arms = [_Arm(SyncPlan.parse(text), seconds) for text, seconds in self._ranks.decided(texts)]
+        if len(self._arms) == 1:
+            self._settle(self._arms[0].plan)
+            self._on_message(f"{_described(self._arms[0].plan, self.layers)}; the only one that was asked for.")
+        else:
+            self._stage, self.plan, self.late = "try", self._arms[0].plan, self._really_late
+        self._window = []
+        return True
+
+    def _try(self, seconds: float) -> bool:
+        num_windows = sum(len(arm.windows) for arm in self._arms)
+        self._window.append(seconds)
+        if len(self._window) < _WINDOW_STEPS:
+            return False
+        self._arms[num_windows % len(self._arms)].windows.append(median(self._window[1:]))
+        self._window = []
+        num_windows += 1
+        if num_windows < _NUM_ROUNDS * len(self._arms):
+            self.plan = self._arms[num_windows % len(self._arms)].plan
+            return True
+        numbers = iter(self._ranks.mean([one for arm in self._arms for one in arm.windows]))
+        for arm in self._arms:
+            arm.windows = [next(numbers) for _ in arm.windows]
+        best = self._arms[self._ranks.decided(_best(self._arms))]
+        self._settle(best.plan)
+        self._on_message(self._decision(self._arms[0], best))
+        return True
+
+    def _decision(self, usual: _Arm, best: _Arm) -> str:
+        def both(arm: _Arm) -> str:
+            return f"{arm.seconds * 1e3:.4g} ms a step measured, {arm.predicted_seconds * 1e3:.4g} ms predicted"
+
+        if best is usual:
+            rival = min(self._arms[1:], key=lambda arm: arm.seconds)
+            return (
+                f"the usual order stays ({both(usual)}); the best other one would take {both(rival)}, which is no gain "
+                "above noise."
+            )
+        return (
+            f"{_described(best.plan, self.layers)}: {both(best)}; the usual order takes {both(usual)}. That is "
+            f"{usual.seconds / best.seconds:.3g} times as fast."
+        )
+
+
+def _best(arms: Sequence[_Arm]) -> int:
+    """The fastest, if it is faster than the first by more than noise: in all rounds but one, and by a least share."""
+    usual = arms[0]
+    best = min(range(len(arms)), key=lambda number: arms[number].seconds)
+    num_won = sum(one < other for one, other in zip(arms[best].windows, usual.windows, strict=True))
+    is_gain = arms[best].seconds < (1 - _MIN_GAIN) * usual.seconds and num_won >= len(usual.windows) - 1
+    return best if is_gain else 0
+
+
+def _described(plan: SyncPlan, layers: Sequence[SyncLayer]) -> str:
+    when = "in the next forward" if plan.cross_iteration else "when all have arrived"
+    waiting = [layers[i].name for i in plan.deferred]
+    what = f"{len(waiting)} of {len(layers)} weight gradients wait" if waiting else "no weight gradient waits"
+    return f"{what}, {len(plan.buckets)} messages, parameters are updated {when}"
