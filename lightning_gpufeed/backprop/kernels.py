@@ -13,13 +13,14 @@ A call for which that is not known is refused (`find_kernels` gives None) and le
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kernels", "find_kernels", "is_splittable"]
+__all__ = ["Kernels", "find_kernels", "is_splittable", "register_kernels"]
 
 WeightGrads = tuple[Tensor | None, Tensor | None]
 """Of weight and bias."""
@@ -112,6 +113,20 @@ class _Embedding(Kernels):
         return grad, None
 
 
+_registered: dict[type[nn.Module], Callable[[Any, Tensor], Kernels | None]] = {}
+
+
+def register_kernels(kind: type[nn.Module], make: Callable[[Any, Tensor], Kernels | None]) -> None:
+    """Let the weight gradient of a layer of one's own wait.
+
+    Args:
+        kind: Its class; subclasses are not meant. Its parameters are `weight` and, if it likes, `bias`, and its forward
+            takes one tensor.
+        make: Given a layer and its input, what computes it; None to leave the call to autograd.
+    """
+    _registered[kind] = make
+
+
 def is_splittable(module: nn.Module) -> str | None:
     """Whether a layer's backward can be split at all.
 
@@ -122,11 +137,12 @@ def is_splittable(module: nn.Module) -> str | None:
         None if it can; otherwise the reason in a few words.
     """
     kind = type(module)
-    if kind not in (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED):
+    if kind not in (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED, *_registered):
         return "no layer with a weight gradient of its own"
     if getattr(module.forward, "__func__", None) is not kind.forward:
         return "its forward is replaced"
-    if set(module._parameters) != ({"weight"} if kind is nn.Embedding else {"weight", "bias"}):
+    expected = {"weight"} if kind is nn.Embedding or "bias" not in module._parameters else {"weight", "bias"}
+    if set(module._parameters) != expected:
         return "its parameters are others than weight and bias"
     if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
         return "its weight is computed from others"
@@ -151,6 +167,8 @@ def find_kernels(module: nn.Module, x: Any, arguments: tuple[Any, ...]) -> Kerne
     """
     if type(x) not in (Tensor, nn.Parameter) or arguments or module.weight.is_complex() or x.is_complex():  # type: ignore[operator]
         return None
+    if type(module) in _registered:
+        return _registered[type(module)](module, x)
     if isinstance(module, nn.Linear):
         # For other layouts, for vectors and for a single number or none autograd chooses among more kernels.
         is_plain = x.is_contiguous() and module.weight.is_contiguous() and x.dim() >= 2 and x.numel() > 1
