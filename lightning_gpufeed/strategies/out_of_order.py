@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_gpufeed.strategies.gate import why_not_overlap
+from lightning_gpufeed.strategies.verify import StepVerifier
 from lightning_gpufeed.sync.candidates import PlanOptions
 from lightning_gpufeed.sync.ranks import Ranks
 from lightning_gpufeed.sync.session import GradientSync
@@ -74,6 +76,7 @@ class OutOfOrderStrategy(DDPStrategy):
         cross_iteration: bool | Literal["auto"] = "auto",
         bucket_bytes: int | Literal["auto"] = "auto",
         memory_cap_bytes: int | None = None,
+        verify_every: int = 0,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         accelerator: Accelerator | None = None,
@@ -95,6 +98,9 @@ class OutOfOrderStrategy(DDPStrategy):
                 arrived. "auto": if that is measured to be faster.
             bucket_bytes: Least size of a message, but for the last ones. "auto": the best that is found.
             memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank; None for no limit.
+            verify_every: Every so many optimizer steps a step is computed a second time the plain way and compared bit
+                by bit; the first tensor that differs ends the training with its name. 0: never. Such a step takes more
+                than twice as long, and twice the memory of its activations. Automatic optimization only.
             find_unused_parameters: Whether a parameter may get no gradient in a step. One that gets none on any rank is
                 not updated.
             broadcast_buffers: Whether each forward starts from rank 0's buffers.
@@ -121,6 +127,9 @@ class OutOfOrderStrategy(DDPStrategy):
             )
         if "bucket_cap_mb" in kwargs:
             raise ValueError("bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'.")
+        if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
+            raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
+        self._verify_every, self._num_steps = verify_every, 0
         self._find_unused_parameters, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         super().__init__(
             accelerator=accelerator,
@@ -134,6 +143,7 @@ class OutOfOrderStrategy(DDPStrategy):
             **{name: value for name, value in kwargs.items() if name not in _WITHOUT_MEANING},
         )
         self._sync: GradientSync | None = None
+        self._verifier: StepVerifier | None = None
         self._trainer: Trainer | None = None
         self._has_failed = False
         self._said: set[str] = set()
@@ -180,6 +190,8 @@ class OutOfOrderStrategy(DDPStrategy):
             can_defer=self.lightning_module.automatic_optimization,
             on_message=self._say,
         )
+        if self._verify_every and self.lightning_module.automatic_optimization:
+            self._verifier = StepVerifier(self.lightning_module, self._sync, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that other ranks may be gone.
@@ -192,6 +204,7 @@ class OutOfOrderStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Take all hooks off; nothing is left on its way."""
+        self._verifier = None
         if self._sync is not None:
             sync, self._sync = self._sync, None
             if self._has_failed:
@@ -214,9 +227,13 @@ class OutOfOrderStrategy(DDPStrategy):
         Returns:
             What the module's gives.
         """
-        if self._sync is not None:
-            self._sync.forward_begins()
-        return super().training_step(*args, **kwargs)
+        if self._sync is None:
+            return super().training_step(*args, **kwargs)
+        self._sync.forward_begins()
+        if self._verifier is None or not self._sync.is_syncing or (self._num_steps + 1) % self._verify_every:
+            return super().training_step(*args, **kwargs)
+        run = partial(super().training_step, *args, **kwargs)
+        return self._verifier.forward(run, self._plain_backward)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, from rank 0's buffers if it is part of a training.
@@ -251,11 +268,23 @@ class OutOfOrderStrategy(DDPStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._sync.backward_begins()
+        is_verified = self._verifier is not None and self._verifier.is_at_work
+        if self._verifier is not None and is_verified:
+            self._verifier.backward_begins()
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._sync.backward_ends()
+        if self._verifier is not None and is_verified:
+            self._verifier.backward_ends()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _plain_backward(self, loss: Tensor) -> None:
+        """As the loop would, without anybody being told."""
+        assert self._trainer is not None
+        loss = loss / self._trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
     def optimizer_step(
         self,
@@ -283,11 +312,17 @@ class OutOfOrderStrategy(DDPStrategy):
         reason = f"its step was given {', '.join(kwargs)}" if kwargs else None
         reason = reason or why_not_overlap(self._trainer, module, _raw(optimizer))
         self._sync.can_cross = reason is None
+        self._num_steps += 1
         if reason is not None:
             self._say(f"each step waits for all gradients, because {reason}.")
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            if self._verifier is not None:
+                self._verifier.step_is_plain()
+            return result
         result = closure()
         self.precision_plugin._after_closure(module, optimizer)
+        if self._verifier is not None and self._verifier.is_at_work:
+            self._verifier.step(_raw(optimizer))
         self._sync.step(_raw(optimizer))
         return result
 

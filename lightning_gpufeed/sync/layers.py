@@ -108,5 +108,5 @@ def in_order(layers: Iterable[SyncLayer], first_use: Sequence[nn.Parameter]) -> 
     Returns:
         Those that forward did not use come last, in the order given.
     """
-    places = {id(parameter): place for place, parameter in enumerate(first_use)}
+    places = {id(first_use[place]): place for place in reversed(range(len(first_use)))}
     return sorted(layers, key=lambda layer: min(places.get(id(one), math.inf) for one in layer.parameters))

@@ -12,17 +12,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from lightning_gpufeed.backprop.engine import at_end_of_backward
-from lightning_gpufeed.backprop.split import WeightGradSplitter, splittable_layers
+from lightning_gpufeed.backprop.split import splittable_layers
 from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.sync.awaited import AwaitedParameters
 from lightning_gpufeed.sync.candidates import PlanOptions
+from lightning_gpufeed.sync.deferral import Deferral
 from lightning_gpufeed.sync.hooks import ModelHooks, compiled_parts
 from lightning_gpufeed.sync.layers import SyncLayer, find_layers, sparse_parameters
 from lightning_gpufeed.sync.optimizers import PendingStep
@@ -97,8 +99,7 @@ class GradientSync:
         self._awaited = AwaitedParameters(self._arrive)
         self._steps: list[PendingStep] = []
         self._state_hooks: list[Any] = []
-        self._splitter: WeightGradSplitter | None = None
-        self._peak_deferred_bytes = 0
+        self._deferral = Deferral(model, options.memory_cap_bytes)
         ranks.check_same(model)
         ranks.broadcast(model)
         self._compiled, is_borderless = compiled_parts(model)
@@ -109,7 +110,7 @@ class GradientSync:
     @property
     def peak_deferred_bytes(self) -> int:
         """Most that weight gradients that wait have kept alive at a time."""
-        return max(self._peak_deferred_bytes, self._splitter.peak_bytes if self._splitter else 0)
+        return self._deferral.peak_bytes
 
     @property
     def plan(self) -> SyncPlan:
@@ -153,7 +154,6 @@ class GradientSync:
     def _install(self) -> None:
         """Use the tuner's plan from the next forward on. Nothing is pending."""
         self._layer_of = {id(one): i for i, layer in enumerate(self.layers) for one in layer.parameters}
-        self._layer_named = {layer.module_name: i for i, layer in enumerate(self.layers)}
         self._reducer = Reducer(
             self.layers,
             self.plan.buckets,
@@ -162,23 +162,8 @@ class GradientSync:
             sparse=sparse_parameters(self.model),
             find_unused_parameters=self._find_unused,
         )
-        self._drop_splitter()
-        order = self._tuner.backward_order()
-        if order is not None:
-            times = self._tuner.times
-            self._splitter = WeightGradSplitter(
-                self.model,
-                order,
-                memory_cap_bytes=self._options.memory_cap_bytes,
-                on_input_grad=None if times is None else self._input_grad_measured,
-                on_grad=None if times is None else self._weight_grad_measured,
-            )
-
-    def _drop_splitter(self) -> None:
-        if self._splitter is not None:
-            self._peak_deferred_bytes = self.peak_deferred_bytes
-            self._splitter.close()
-            self._splitter = None
+        places = {layer.module_name: i for i, layer in enumerate(self.layers)}
+        self._deferral.use(self._tuner.backward_order(), places, self._tuner.times)
 
     # What the loop tells, in this order.
 
@@ -193,11 +178,10 @@ class GradientSync:
             self._next_step()
         if torch.is_grad_enabled():
             self._num_microbatches += 1
-            if self._splitter is not None:
-                self._splitter.is_open = self.is_syncing
+            self._deferral.open(self.is_syncing)
             if self._tuner.times is not None:
                 self._tuner.times.note("forward")
-            if self._is_learning:
+            if self._is_learning and not self._first_use:
                 self._awaited.hold(one for layer in self.layers for one in layer.parameters)
         if self._has_buffers and self._are_buffers_due:
             self.ranks.broadcast_buffers(self.model)
@@ -214,6 +198,7 @@ class GradientSync:
         if self._tuner.times is not None:
             self._tuner.times.note("backward")
         self._is_in_backward = True
+        self._deferral.discard()  # of a backward that has failed
         if self.is_syncing:
             self._reducer.begin()
 
@@ -223,8 +208,7 @@ class GradientSync:
         Raises:
             SyncError: Another rank is gone, or a parameter has no gradient and `find_unused_parameters` is not set.
         """
-        if self._splitter is not None:
-            self._splitter.finish()
+        self._deferral.finish()
         self._is_in_backward = False
         if not self.is_syncing:
             return
@@ -271,6 +255,27 @@ class GradientSync:
         """
         for parameter in self._awaited.held():
             self._awaited.settle(parameter)
+        if self._steps:
+            num_lost = sum(len(step) for step in self._steps)
+            self._steps.clear()
+            raise SyncError(
+                f"The updates of {num_lost} parameters were not taken although all gradients have arrived; expected "
+                "none to be left. Use strategy='ddp' and report this."
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward and backward as if nobody watched: no gradient is sent, none waits, nothing is measured.
+
+        Yields:
+            Nothing. Nothing may be pending.
+        """
+        was_syncing, self.is_syncing = self.is_syncing, False
+        try:
+            with self._deferral.paused():
+                yield
+        finally:
+            self.is_syncing = was_syncing
 
     def watch_state(self, optimizer: optim.Optimizer) -> None:
         """Have all that is pending done before somebody reads or replaces an optimizer's state.
@@ -291,14 +296,13 @@ class GradientSync:
             self._awaited.settle(parameter)
         self._awaited.release(held)
         self._steps.clear()
-        if self._splitter is not None:
-            self._splitter.discard()
+        self._deferral.discard()
         self._is_in_backward = False
 
     def close(self) -> None:
         """Leave the model as it was, but for what it has learned."""
         self.synchronize()
-        self._drop_splitter()
+        self._deferral.close()
         self._hooks.close()
         for hook in self._state_hooks:
             hook.remove()
@@ -308,11 +312,7 @@ class GradientSync:
 
     def _next_step(self) -> None:
         """Between two steps: whatever is new takes effect."""
-        counts = (
-            [max(self._counts[id(one)] for one in layer.parameters) for layer in self.layers]
-            if self._is_learning
-            else []
-        )
+        counts = [int(all(self._counts[id(one)] == 1 for one in layer.parameters)) for layer in self.layers]
         is_new = self._tuner.next(self._first_use, counts, self._num_microbatches)
         self._num_microbatches, self._is_learning = 0, False
         with torch._C.DisableTorchFunctionSubclass():
@@ -365,18 +365,6 @@ class GradientSync:
             at_end_of_backward(self.backward_ends)
         if self._is_learning:
             self._counts[id(parameter)] += 1
-        if self._tuner.times is not None and not self._is_split(layer):
+        if self._tuner.times is not None and not self._deferral.is_split(self.layers[layer].module_name):
             self._tuner.times.note("B", layer)
         self._reducer.see(layer)
-
-    def _is_split(self, layer: int) -> bool:
-        return self._splitter is not None and self.layers[layer].is_deferrable
-
-    def _input_grad_measured(self, name: str) -> None:
-        if self._tuner.times is not None and self._splitter is not None:
-            self._tuner.times.note("I", self._layer_named[name])
-            self._tuner.times.note_bytes(self._layer_named[name], self._splitter.pending_bytes)
-
-    def _weight_grad_measured(self, name: str) -> None:
-        if self._tuner.times is not None:
-            self._tuner.times.note("W", self._layer_named[name])

@@ -1,0 +1,232 @@
+"""Computes a step a second time, the plain way, and compares: outputs, buffers, gradients, updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, distributed, nn, optim
+
+from lightning_gpufeed.errors import SyncError
+from lightning_gpufeed.recover.attributes import AttributeStates
+from lightning_gpufeed.recover.metrics import MetricStates, find_metrics
+from lightning_gpufeed.recover.snapshot import GeneratorStates
+from lightning_gpufeed.recover.undo import UndoLog
+from lightning_gpufeed.sync.optimizers import PendingStep
+from lightning_gpufeed.sync.session import GradientSync
+
+__all__ = ["StepVerifier"]
+
+_TOLERANCE = 1e-5
+"""Of the largest number of a gradient, with more than two ranks: sums are rounded in an order that depends on sizes."""
+
+
+class StepVerifier:
+    """Compares steps with plain ones.
+
+    The module's own step is run twice on the same batch, from the same random numbers and buffers, first as usual and
+    then with nothing deferred and nothing on its way. So a parameter that was read before its update shows, whoever
+    read it. What the second run changes is put back; it is not logged.
+
+    Needs kernels that give the same bits twice, and a step that does not change its batch.
+    """
+
+    def __init__(self, module: LightningModule, sync: GradientSync, device: torch.device) -> None:
+        """Nothing is compared yet.
+
+        Args:
+            module: The user's.
+            sync: What is to be verified.
+            device: Of the training.
+        """
+        self._module, self._sync, self._device = module, sync, device
+        self._plain: dict[str, Tensor | None] | None = None
+        self._prior: dict[str, Tensor | None] = {}
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the step under way is compared."""
+        return self._plain is not None
+
+    def forward(self, run: Callable[[], Any], backward: Callable[[Tensor], None]) -> Any:
+        """Run the module's step twice.
+
+        Args:
+            run: The module's step.
+            backward: Backward from its loss, as plain as possible.
+
+        Returns:
+            What the first run gives.
+
+        Raises:
+            SyncError: The runs differ.
+        """
+        before = _States(self._module, self._device)
+        copies = {id(buffer): buffer.detach().clone() for buffer in self._module.buffers()}
+        output = run()
+        self._sync.synchronize()
+        after = _States(self._module, self._device)
+        before.put_back()
+        try:
+            with self._sync.paused(), _unlogged(self._module), self._without_gradients():
+                # Backward of the first run needs its buffers as they are, so the second has others.
+                with _exchanged(self._module, copies):
+                    loss = _loss(run())
+                backward(loss)
+            self._compare("the loss", "loss", _loss(output), loss)
+            for name, buffer in self._module.named_buffers():
+                if id(buffer) in copies:
+                    self._compare("the buffer", name, buffer, copies[id(buffer)])
+        finally:
+            after.put_back()
+        return output
+
+    def backward_begins(self) -> None:
+        """Note what gradients are there already, of earlier microbatches."""
+        self._prior = {name: _copied(one.grad) for name, one in self._module.named_parameters()}
+
+    def backward_ends(self) -> None:
+        """Compare the gradients. All ranks have to be here.
+
+        Raises:
+            SyncError: They differ.
+        """
+        assert self._plain is not None
+        self._sync.synchronize()
+        num_ranks = self._sync.ranks.num_ranks
+        is_exact = num_ranks <= 2
+        with torch.no_grad():
+            for name, parameter in self._module.named_parameters():
+                if not parameter.requires_grad:
+                    continue
+                prior, plain = self._prior[name], self._plain[name]
+                expected = plain if prior is None else prior if plain is None else prior + plain
+                total = torch.zeros_like(parameter) if expected is None else expected * (1.0 / num_ranks)
+                total = total.to_dense() if total.layout != torch.strided else total.contiguous()
+                distributed.all_reduce(total)
+                found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                self._compare("the gradient of", name, found, total, is_exact)
+
+    def step_is_plain(self) -> None:
+        """The update is taken the plain way, so there is nothing to compare."""
+        self._plain = None
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """Compare an update taken at once with one taken layer by layer; neither is kept.
+
+        Args:
+            optimizer: Whose, with all gradients there.
+
+        Raises:
+            SyncError: They differ.
+        """
+        self._plain = None
+        parameters = dict(self._module.named_parameters())
+        with UndoLog(self._device) as log:
+            log.save([one.detach() for one in parameters.values()], dict(optimizer.state))
+            optimizer.step()
+            at_once = {name: one.detach().clone() for name, one in parameters.items()}
+            state = {name: _state(optimizer, one) for name, one in parameters.items()}
+            log.undo()
+            step = PendingStep(optimizer)
+            for layer in self._sync.layers:
+                step.take(layer.parameters)
+            step.take(parameters.values())
+            for name, parameter in parameters.items():
+                self._compare("the updated parameter", name, parameter.detach(), at_once[name])
+                for key, value in _state(optimizer, parameter).items():
+                    self._compare("the optimizer's state of", f"{name}.{key}", value, state[name][key])
+            log.undo()
+
+    def _compare(self, what: str, name: str, found: Tensor, expected: Tensor, is_exact: bool = True) -> None:
+        found, expected = found.detach(), expected.detach()
+        if is_exact:
+            is_same = found.shape == expected.shape and bool(
+                ((found == expected) | (found.isnan() & expected.isnan())).all()
+            )
+        else:
+            scale = float(expected.abs().max()) if expected.numel() else 0.0
+            is_same = torch.allclose(found, expected, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
+        if not is_same:
+            self._plain = None
+            difference = float((found.double() - expected.double()).abs().max())
+            raise SyncError(
+                f"verify_every: {what} {name} differs from a plain step by up to {difference:.3g} on rank "
+                f"{self._sync.ranks.rank}; expected the same bits. If the model is not deterministic (its kernels, or "
+                "a step that changes its batch) switch verify_every off; otherwise use strategy='ddp' and report this."
+            )
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        parameters = list(self._module.parameters())
+        gradients = [one.grad for one in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+            self._plain = {name: _copied(one.grad) for name, one in self._module.named_parameters()}
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+
+class _States:
+    """Random generators, attributes and metrics of a module as they are now."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._generators, self._attributes, self._metrics = (
+            GeneratorStates(device),
+            AttributeStates(module, frozenset()),
+            MetricStates(),
+        )
+        self._attributes.save()
+        self._metrics.save(find_metrics(module, []))
+
+    def put_back(self) -> None:
+        self._generators.put_back()
+        self._attributes.put_back()
+        self._metrics.put_back()
+
+
+@contextmanager
+def _exchanged(module: nn.Module, copies: Mapping[int, Tensor]) -> Iterator[None]:
+    """A module has other buffers for a time."""
+    places = [(owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
+    for buffers, name, buffer in places:
+        buffers[name] = copies.get(id(buffer), buffer)
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in places:
+            buffers[name] = buffer
+
+
+@contextmanager
+def _unlogged(module: nn.Module) -> Iterator[None]:
+    """What is logged is not."""
+    module.__dict__["log"] = module.__dict__["log_dict"] = lambda *arguments, **options: None
+    try:
+        yield
+    finally:
+        del module.__dict__["log"], module.__dict__["log_dict"]
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise SyncError(
+            f"verify_every: training_step gave {type(loss).__name__}; expected a tensor or a dict with 'loss'."
+        )
+    return loss
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _state(optimizer: optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
