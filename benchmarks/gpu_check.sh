@@ -27,4 +27,6 @@ echo "== OOMRecovery on the device"
 timeout 45 "$PYTHON" benchmarks/gpu_oom.py ${OUT:+--json "$OUT/gpu_oom.json"} || status=1
 echo "== FeedMonitor on the device"
 timeout 40 "$PYTHON" benchmarks/gpu_monitor.py ${OUT:+--json "$OUT/gpu_monitor.json"} || status=1
+echo "== OutOfOrderStrategy on the device"
+timeout 60 "$PYTHON" benchmarks/gpu_sync.py ${OUT:+--json "$OUT/gpu_sync.json"} || status=1
 exit $status

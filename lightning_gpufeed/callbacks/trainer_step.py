@@ -74,6 +74,11 @@ def obstacle_to_recovery(trainer: Trainer, pl_module: LightningModule, *, is_tra
         )
     if not is_training:
         return None
+    if hasattr(strategy, "gradient_sync"):
+        return (
+            f"{type(strategy).__name__} sends gradients while backward still runs, and a second attempt would send "
+            "them again; expected one device or DDPStrategy"
+        )
     if not pl_module.automatic_optimization:
         return (
             "with manual optimization training_step itself steps the optimizers, which cannot be undone; expected "

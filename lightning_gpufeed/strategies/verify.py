@@ -14,7 +14,6 @@ from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.recover.attributes import AttributeStates
 from lightning_gpufeed.recover.metrics import MetricStates, find_metrics
 from lightning_gpufeed.recover.snapshot import GeneratorStates
-from lightning_gpufeed.recover.undo import UndoLog
 from lightning_gpufeed.sync.optimizers import PendingStep
 from lightning_gpufeed.sync.session import GradientSync
 
@@ -125,21 +124,21 @@ class StepVerifier:
         """
         self._plain = None
         parameters = dict(self._module.named_parameters())
-        with UndoLog(self._device) as log:
-            log.save([one.detach() for one in parameters.values()], dict(optimizer.state))
-            optimizer.step()
-            at_once = {name: one.detach().clone() for name, one in parameters.items()}
-            state = {name: _state(optimizer, one) for name, one in parameters.items()}
-            log.undo()
-            step = PendingStep(optimizer)
-            for layer in self._sync.layers:
-                step.take(layer.parameters)
-            step.take(parameters.values())
-            for name, parameter in parameters.items():
-                self._compare("the updated parameter", name, parameter.detach(), at_once[name])
-                for key, value in _state(optimizer, parameter).items():
-                    self._compare("the optimizer's state of", f"{name}.{key}", value, state[name][key])
-            log.undo()
+        before = _Optimized(optimizer, parameters)
+        optimizer.step()
+        at_once = _Optimized(optimizer, parameters)
+        before.put_back()
+        step = PendingStep(optimizer)
+        for layer in self._sync.layers:
+            step.take(layer.parameters)
+        step.take(parameters.values())
+        in_pieces = _Optimized(optimizer, parameters)
+        before.put_back()
+        for name in parameters:
+            self._compare("the updated parameter", name, in_pieces.values[name], at_once.values[name])
+            for key, value in in_pieces.states[name].items():
+                if isinstance(value, Tensor):
+                    self._compare("the optimizer's state of", f"{name}.{key}", value, at_once.states[name][key])
 
     def _compare(self, what: str, name: str, found: Tensor, expected: Tensor, is_exact: bool = True) -> None:
         found, expected = found.detach(), expected.detach()
@@ -227,6 +226,30 @@ def _copied(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().clone()
 
 
-def _state(optimizer: optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    state = optimizer.state.get(parameter, {})
-    return {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+class _Optimized:
+    """Parameters and what an optimizer knows of them, as they are now."""
+
+    def __init__(self, optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self.values = {name: one.detach().clone() for name, one in parameters.items()}
+        self.states: dict[str, dict[str, Any]] = {
+            name: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state.get(one, {}).items()
+            }
+            for name, one in parameters.items()
+        }
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self.values[name])
+            before, now = self.states[name], self._optimizer.state.get(parameter)
+            if not before:
+                self._optimizer.state.pop(parameter, None)
+            elif now is not None:
+                for key, value in before.items():
+                    if isinstance(value, Tensor) and isinstance(now.get(key), Tensor):
+                        now[key].copy_(value)
+                    else:
+                        now[key] = value

@@ -13,7 +13,8 @@ Optimizer._opt_called                              schedulers look at it to warn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -63,13 +64,16 @@ def why_inseparable(optimizer: optim.Optimizer) -> str | None:
 class PendingStep:
     """A step that was asked for, and is taken parameter by parameter."""
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer, on_look: Callable[[], None] | None = None) -> None:
         """Ask for a step: with the learning rate and whatever else the groups say at this moment.
 
         Args:
             optimizer: One for which `why_inseparable` has no reason.
+            on_look: Called when somebody looks at the optimizer's state while the step is not taken for all parameters.
+                It has to take it.
         """
-        self._optimizer = optimizer
+        self._optimizer, self._state = optimizer, optimizer.state
+        self._guard = None if on_look is None else _AwaitedState(optimizer.state, on_look)
         self._settings = [_settings(group) for group in optimizer.param_groups]
         self._group_of = {
             id(parameter): number
@@ -101,6 +105,7 @@ class PendingStep:
         if not chosen:
             return
         groups = self._optimizer.param_groups
+        self._optimizer.state = self._state
         now = [dict(group) for group in groups]
         try:
             for number, group in enumerate(groups):
@@ -113,6 +118,45 @@ class PendingStep:
         finally:
             for group, before in zip(groups, now, strict=True):
                 group.update(before)
+            self.guard_state()
+
+    def guard_state(self) -> None:
+        """Until the step is taken for all parameters, whoever looks at the optimizer's state is noticed."""
+        is_pending = len(self._group_of) and self._guard is not None
+        self._optimizer.state = self._guard if is_pending else self._state  # type: ignore[assignment]
+
+    def forget(self) -> None:
+        """The rest of the step is never taken."""
+        self._group_of.clear()
+        self._optimizer.state = self._state
+
+
+class _AwaitedState(dict[Any, Any]):
+    """In the place of an optimizer's state while a part of it is old: itself empty."""
+
+    def __init__(self, state: Any, on_look: Callable[[], None]) -> None:
+        super().__init__()
+        self._real, self._on_look = state, on_look
+
+    def _settled(self) -> Any:
+        self._on_look()
+        return self._real
+
+
+def _looked(name: str) -> Any:
+    def method(self: _AwaitedState, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._settled(), name)(*arguments, **options)
+
+    return method
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__or__"),
+    *("__repr__", "__reversed__", "__deepcopy__", "__reduce_ex__", "__bool__"),
+    *("get", "items", "keys", "values", "pop", "popitem", "setdefault", "update", "clear", "copy"),
+):
+    if hasattr(defaultdict, _name):
+        setattr(_AwaitedState, _name, _looked(_name))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -242,10 +242,11 @@ class GradientSync:
         if not len(self._awaited):
             optimizer.step()
             return
-        step = PendingStep(optimizer)
+        step = PendingStep(optimizer, self.synchronize)
         step.take(one for group in optimizer.param_groups for one in group["params"] if one not in self._awaited)
         if len(step):
             self._steps.append(step)
+            step.guard_state()
 
     def synchronize(self) -> None:
         """Wait for all gradients, and take all steps that were asked for. Does nothing if nothing is pending.
@@ -257,6 +258,8 @@ class GradientSync:
             self._awaited.settle(parameter)
         if self._steps:
             num_lost = sum(len(step) for step in self._steps)
+            for step in self._steps:
+                step.forget()
             self._steps.clear()
             raise SyncError(
                 f"The updates of {num_lost} parameters were not taken although all gradients have arrived; expected "
@@ -295,6 +298,8 @@ class GradientSync:
         for parameter in arrived:
             self._awaited.settle(parameter)
         self._awaited.release(held)
+        for step in self._steps:
+            step.forget()
         self._steps.clear()
         self._deferral.discard()
         self._is_in_backward = False
