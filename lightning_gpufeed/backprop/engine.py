@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable, forward_ad
 
-__all__ = ["Anchor", "at_end_of_backward", "backward_number", "is_transformed"]
+__all__ = ["Anchor", "at_end_of_backward", "backward_number", "count_uses", "is_transformed"]
 
 
 def backward_number() -> int:
@@ -38,6 +38,31 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
         callback: Called once, in the thread that called backward.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def count_uses(tensor: Tensor) -> dict[int, int]:
+    """How many operations of a graph use each leaf.
+
+    Args:
+        tensor: Where backward would begin.
+
+    Returns:
+        For the `id` of each leaf the number of gradients that backward adds up for it. What a reentrant checkpoint hides
+        is not there.
+    """
+    uses: dict[int, int] = {}
+    stack: list[Any] = [tensor.grad_fn]
+    seen = {tensor.grad_fn}
+    while stack:
+        node = stack.pop()
+        for following, _ in () if node is None else node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is not None:
+                uses[id(leaf)] = uses.get(id(leaf), 0) + 1
+            elif following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return uses
 
 
 def is_transformed() -> bool:

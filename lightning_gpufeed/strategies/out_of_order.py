@@ -267,7 +267,7 @@ class OutOfOrderStrategy(DDPStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._sync.backward_begins()
+        self._sync.backward_begins(closure_loss)
         is_verified = self._verifier is not None and self._verifier.is_at_work
         if self._verifier is not None and is_verified:
             self._verifier.backward_begins()

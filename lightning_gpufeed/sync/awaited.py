@@ -8,9 +8,10 @@
                        p is an ordinary parameter again, and then it is used
 
 An awaited parameter is the same object, for that time of another class, whose `__torch_function__` torch calls before
-it touches the tensor. So there is no list of places that have to be remembered; what is no parameter in waiting costs
-nothing. Only a compiled extension that is handed the tensor without torch's own argument parser does not ask: for that,
-`GradientSync` also settles a module's parameters before its forward.
+it touches the tensor. So there is no list of places that have to be remembered. Compiled extensions and `torch.func`
+take a tensor without asking; but somebody has to hand it to them, and for that it is looked up in its module: so
+`ParameterTable` asks as well, in the place of a module's table of parameters. What is left is a reference that was kept
+from before, given to one of these.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AwaitedParameters"]
+__all__ = ["AwaitedParameters", "ParameterTable"]
 
 # What a tensor is, as against what is in it or what belongs to it. Reading these needs no waiting.
 _DESCRIPTIONS = {
@@ -99,6 +100,82 @@ class _AwaitedParameter(nn.Parameter):
     def __repr__(self) -> Any:  # type: ignore[override]
         _settle(self)
         return self.__repr__()
+
+
+class ParameterTable(dict[str, nn.Parameter | None]):
+    """In the place of a module's `_parameters`: an awaited parameter that is looked up is settled first.
+
+    A copy or a pickle of the module has an ordinary table.
+    """
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        """A parameter by its name."""
+        parameter = dict.__getitem__(self, name)
+        if type(parameter) is _AwaitedParameter:
+            _settle(parameter)
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A parameter by its name.
+
+        Args:
+            name: Its.
+            default: If there is none.
+
+        Returns:
+            It.
+        """
+        if name not in self:
+            return default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take a parameter out.
+
+        Args:
+            name: Its.
+            *default: If there is none.
+
+        Returns:
+            It.
+        """
+        self.get(name)
+        return dict.pop(self, name, *default)
+
+    def values(self) -> Any:
+        """All parameters.
+
+        Returns:
+            As of a dict.
+        """
+        self._settle_all()
+        return dict.values(self)
+
+    def items(self) -> Any:
+        """All names and parameters.
+
+        Returns:
+            As of a dict.
+        """
+        self._settle_all()
+        return dict.items(self)
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        """An ordinary table.
+
+        Returns:
+            With the same parameters.
+        """
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As an ordinary table."""
+        return dict, (self.copy(),)
+
+    def _settle_all(self) -> None:
+        for parameter in dict.values(self):
+            if type(parameter) is _AwaitedParameter:
+                _settle(parameter)
 
 
 def _find(value: Any, found: list[nn.Parameter]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_gpufeed.sync.awaited import ParameterTable
+
 __all__ = ["ModelHooks", "compiled_parts"]
 
 Parameters = tuple[nn.Parameter, ...]
@@ -36,7 +38,10 @@ def compiled_parts(model: nn.Module) -> tuple[frozenset[str], bool]:
 
 
 class ModelHooks:
-    """Hooks on a model and its parameters. Copies of the model, pickled or not, have none that do anything."""
+    """Hooks on a model and its parameters, and tables in which these are looked up.
+
+    Copies of the model, pickled or not, have none of them.
+    """
 
     def __init__(
         self,
@@ -55,12 +60,16 @@ class ModelHooks:
         self._before_forward, self._after_grad = before_forward, after_grad
         self._handles: list[Any] = []
         self._watched: dict[int, Any] = {}
+        self._tables: list[nn.Module] = []
         inside, _ = compiled_parts(model)
         for name, module in model.named_modules():
             is_border = hasattr(module, "_orig_mod")
             if name in inside and not is_border:
                 continue
             own = tuple(module.parameters(recurse=is_border))
+            if module._parameters and not is_border:
+                module.__dict__["_parameters"] = ParameterTable(module._parameters)
+                self._tables.append(module)
             if own:
                 self._handles.append(module.register_forward_pre_hook(_BeforeForward(before_forward, own)))
 
@@ -79,6 +88,10 @@ class ModelHooks:
         """Take all hooks off."""
         for handle in [*self._handles, *self._watched.values()]:
             handle.remove()
+        for module in self._tables:
+            if type(module._parameters) is ParameterTable:
+                module.__dict__["_parameters"] = module._parameters.copy()
+        self._tables.clear()
         self._handles.clear()
         self._watched.clear()
 

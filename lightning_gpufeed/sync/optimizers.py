@@ -14,11 +14,9 @@ Optimizer._opt_called                              schedulers look at it to warn
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 from torch.optim import optimizer as torch_optimizer
 
@@ -112,9 +110,7 @@ class PendingStep:
                 if number < len(self._settings):
                     group.update(self._settings[number])
                 group["params"] = chosen.get(number, [])
-            # As if it were taken where it was asked for: outside of autocast, of inference and of any mode of forward.
-            with torch.inference_mode(False), torch.no_grad(), _without_autocast(), torch._C.DisableTorchFunction():
-                self._optimizer.step()
+            self._optimizer.step()
         finally:
             for group, before in zip(groups, now, strict=True):
                 group.update(before)
@@ -164,12 +160,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

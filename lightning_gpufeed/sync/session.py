@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_gpufeed.backprop.engine import at_end_of_backward
+from lightning_gpufeed.backprop.engine import at_end_of_backward, count_uses
 from lightning_gpufeed.backprop.split import splittable_layers
 from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.sync.awaited import AwaitedParameters
@@ -28,6 +28,7 @@ from lightning_gpufeed.sync.deferral import Deferral
 from lightning_gpufeed.sync.hooks import ModelHooks, compiled_parts
 from lightning_gpufeed.sync.layers import SyncLayer, find_layers, sparse_parameters
 from lightning_gpufeed.sync.optimizers import PendingStep
+from lightning_gpufeed.sync.outside import outside
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.ranks import Ranks
 from lightning_gpufeed.sync.reducer import Reducer
@@ -136,7 +137,8 @@ class GradientSync:
         """Learn about the model: at first, and when another parameter requires a gradient."""
         names, _ = splittable_layers(self.model)
         names = tuple(name for name in names if self.can_defer and name not in self._compiled)
-        self._trainable = {id(one) for one in self.model.parameters() if one.requires_grad}
+        self._parameters = list(self.model.parameters())
+        self._trainable = {id(one) for one in self._parameters if one.requires_grad}
         layers = find_layers(self.model, names)
         self._tuner = Tuner(
             layers,
@@ -149,6 +151,7 @@ class GradientSync:
         self._install()
         self._first_use: list[nn.Parameter] = []
         self._is_learning = True
+        self._uses: dict[int, int] = {}
         self._counts = {id(one): 0 for layer in layers for one in layer.parameters}
 
     def _install(self) -> None:
@@ -176,7 +179,9 @@ class GradientSync:
         if self._is_step_over:
             self._is_step_over = False
             self._next_step()
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            self.synchronize()  # kernels for inference are chosen by asking what a parameter is
+        else:
             self._num_microbatches += 1
             self._deferral.open(self.is_syncing)
             if self._tuner.times is not None:
@@ -188,8 +193,12 @@ class GradientSync:
         # As in DistributedDataParallel: not after a forward that no gradient of which is reduced.
         self._are_buffers_due = torch.is_grad_enabled() and self.is_syncing
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, loss: Tensor | None = None) -> None:
         """Forward is over. What it has not used is updated now.
+
+        Args:
+            loss: Where backward will begin. In the first step it is looked through for parameters that are used more
+                than once, whose weight gradients do not wait then, as their parts would be added in another order.
 
         Raises:
             SyncError: Another rank is gone.
@@ -197,6 +206,8 @@ class GradientSync:
         self.synchronize()
         if self._tuner.times is not None:
             self._tuner.times.note("backward")
+        if self._is_learning and loss is not None:
+            self._uses = count_uses(loss)
         self._is_in_backward = True
         self._deferral.discard()  # of a backward that has failed
         if self.is_syncing:
@@ -318,10 +329,11 @@ class GradientSync:
     def _next_step(self) -> None:
         """Between two steps: whatever is new takes effect."""
         counts = [int(all(self._counts[id(one)] == 1 for one in layer.parameters)) for layer in self.layers]
-        is_new = self._tuner.next(self._first_use, counts, self._num_microbatches)
+        is_reused = [any(self._uses.get(id(one), 1) > 1 for one in layer.parameters) for layer in self.layers]
+        is_new = self._tuner.next(self._first_use, counts, is_reused, self._num_microbatches)
         self._num_microbatches, self._is_learning = 0, False
         with torch._C.DisableTorchFunctionSubclass():
-            is_other = any(one.requires_grad and id(one) not in self._trainable for one in self.model.parameters())
+            is_other = any(one.requires_grad and id(one) not in self._trainable for one in self._parameters)
         if is_other:
             self.synchronize()
             self._restart()
@@ -335,6 +347,10 @@ class GradientSync:
             self._first_use.append(parameter)
             self._awaited.release([parameter])
             return
+        with outside():
+            self._arrive_outside(parameter)
+
+    def _arrive_outside(self, parameter: nn.Parameter) -> None:
         first = self._layer_of[id(parameter)]
         chosen = list(self.layers[first].parameters)
         self._reducer.wait(first)

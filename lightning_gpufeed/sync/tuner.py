@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from torch import nn
@@ -115,12 +115,19 @@ class Tuner:
         order = from_actions(actions)
         return order if order.deferred else None
 
-    def next(self, first_use: Sequence[nn.Parameter], counts: Sequence[int], num_microbatches: int) -> bool:
+    def next(
+        self,
+        first_use: Sequence[nn.Parameter],
+        counts: Sequence[int],
+        is_reused: Sequence[bool],
+        num_microbatches: int,
+    ) -> bool:
         """A step is over.
 
         Args:
             first_use: Parameters in the order in which forward has used them first.
             counts: For each layer, 1 if each of its gradients came once in a backward.
+            is_reused: For each layer, whether the graph uses one of its parameters more than once.
             num_microbatches: In the step.
 
         Returns:
@@ -130,17 +137,21 @@ class Tuner:
         seconds, self._clock = now - self._clock, now
         self._num_steps += 1
         if self._stage == "order":
-            self._learn_order(first_use, counts)
+            self._learn_order(first_use, counts, is_reused)
             return True
         if self._stage == "measure":
             return self._measure(num_microbatches)
         return self._stage == "try" and self._try(seconds)
 
-    def _learn_order(self, first_use: Sequence[nn.Parameter], counts: Sequence[int]) -> None:
+    def _learn_order(self, first_use: Sequence[nn.Parameter], counts: Sequence[int], is_reused: Sequence[bool]) -> None:
         places = {id(layer): place for place, layer in enumerate(self.layers)}
         order = self._ranks.decided([places[id(layer)] for layer in in_order(self.layers, first_use)])
-        is_odd = self._ranks.maximum([float(count != 1) for count in counts])
+        odd = self._ranks.maximum([*(count != 1 for count in counts), *is_reused])
+        is_odd, is_shared = odd[: len(counts)], odd[len(counts) :]
         self.layers = [self.layers[place] for place in order]
+        for i, place in enumerate(order):
+            if is_shared[place] or is_odd[place]:
+                self.layers[i] = replace(self.layers[i], is_deferrable=False)
         self._really_late = {i for i, place in enumerate(order) if is_odd[place]}
         costs = self._costs()
         can_gain = bool(costs) and self._can_gain()
@@ -163,8 +174,7 @@ class Tuner:
         for i, layer in enumerate(self.layers):
             parts = (step.forward[i], step.input_grad[i], step.weight_grad[i]) if step else (0.0, 0.0, 0.0)
             deferred_bytes = step.deferred_bytes[i] if step else 0
-            is_deferrable = layer.is_deferrable and i not in self._really_late
-            costs.append(LayerCosts(layer.name, *parts, layer.gradient_bytes, deferred_bytes, is_deferrable))
+            costs.append(LayerCosts(layer.name, *parts, layer.gradient_bytes, deferred_bytes, layer.is_deferrable))
         return costs
 
     def _measure(self, num_microbatches: int) -> bool:
