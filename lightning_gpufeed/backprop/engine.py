@@ -47,21 +47,28 @@ def count_uses(tensor: Tensor) -> dict[int, int]:
         tensor: Where backward would begin.
 
     Returns:
-        For the `id` of each leaf the number of gradients that backward adds up for it. What a reentrant checkpoint hides
-        is not there.
+        For the `id` of each leaf the number of gradients that backward adds up for it, or for the one copy of it that
+        autocast has made. What a reentrant checkpoint hides is not there.
     """
-    uses: dict[int, int] = {}
-    stack: list[Any] = [tensor.grad_fn]
-    seen = {tensor.grad_fn}
+    num_edges: dict[Any, int] = {tensor.grad_fn: 0}
+    users: dict[Any, Any] = {}
+    stack: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
     while stack:
         node = stack.pop()
-        for following, _ in () if node is None else node.next_functions:
-            leaf = getattr(following, "variable", None)
-            if leaf is not None:
-                uses[id(leaf)] = uses.get(id(leaf), 0) + 1
-            elif following is not None and following not in seen:
-                seen.add(following)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if following not in num_edges:
+                num_edges[following] = 0
                 stack.append(following)
+            num_edges[following] += 1
+            users[following] = node
+    uses: dict[int, int] = {}
+    for node, number in num_edges.items():
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            is_cast = number == 1 and users[node].name().startswith("ToCopyBackward")
+            uses[id(leaf)] = num_edges[users[node]] if is_cast else number
     return uses
 
 

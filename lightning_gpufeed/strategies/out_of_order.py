@@ -345,8 +345,14 @@ class OutOfOrderStrategy(DDPStrategy):
     # Where somebody looks.
 
     def on_train_end(self) -> None:
-        """Nothing is left on its way."""
+        """Nothing is left on its way; say how much waited at most."""
         self.synchronize()
+        if self._sync is not None and self._sync.peak_deferred_bytes:
+            cap = self._options.memory_cap_bytes
+            self._say(
+                f"weight gradients that waited kept at most {self._sync.peak_deferred_bytes / 1e6:.4g} MB alive"
+                + ("." if cap is None else f", of {cap / 1e6:.4g} MB allowed.")
+            )
 
     def on_validation_start(self) -> None:
         """Nothing is left on its way."""

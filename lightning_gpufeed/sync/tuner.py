@@ -157,6 +157,7 @@ class Tuner:
         can_gain = bool(costs) and self._can_gain()
         if can_gain and self._options.is_given:
             self._settle(given_plan(costs, self._options, self._really_late))
+            self._on_message(f"{_described(self.plan, self.layers)}, as asked for.")
         elif can_gain and self._ranks.num_ranks > 1:
             self.plan = usual_plan(costs)
             self.times = StepTimes(self._ranks.device, len(self.layers))
@@ -206,7 +207,7 @@ class Tuner:
         self._arms = [_Arm(SyncPlan.parse(text), seconds) for text, seconds in self._ranks.decided(texts)]
         if len(self._arms) == 1:
             self._settle(self._arms[0].plan)
-            self._on_message(f"{_described(self._arms[0].plan, self.layers)}; the only one that was asked for.")
+            self._on_message(f"{_described(self._arms[0].plan, self.layers)}, as asked for.")
         else:
             self._stage, self.plan, self.late = "try", self._arms[0].plan, self._really_late
         self._window = []
