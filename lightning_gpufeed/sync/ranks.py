@@ -12,10 +12,27 @@ from torch import Tensor, distributed, nn
 
 from lightning_gpufeed.errors import SyncError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "peer_lost"]
 
 _PROBE_BYTES = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _PROBE_REPEATS = 3
+
+
+def peer_lost(what: str, error: RuntimeError) -> SyncError:
+    """What to raise when a collective has failed.
+
+    Args:
+        what: This rank was doing.
+        error: The backend's.
+
+    Returns:
+        An error that says where to look, and what to do.
+    """
+    return SyncError(
+        f"Rank {distributed.get_rank()} failed in {what}: another rank is gone, has ended earlier (fewer batches), or "
+        "did not answer in time, and its own output says why. Training cannot go on; start again from the latest "
+        f"checkpoint. ({str(error).splitlines()[0][:200]})"
+    )
 
 
 class Ranks:
@@ -78,10 +95,13 @@ class Ranks:
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            works = [distributed.broadcast(tensor, 0, async_op=True) for tensor in tensors]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            try:
+                works = [distributed.broadcast(tensor, 0, async_op=True) for tensor in tensors]
+                for work in works:
+                    if work is not None:
+                        work.wait()
+            except RuntimeError as error:
+                raise peer_lost("sending buffers", error) from error
 
     def decided(self, value: Any) -> Any:
         """What rank 0 says.

@@ -20,6 +20,7 @@ from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.sync.layers import SyncLayer
 from lightning_gpufeed.sync.memory import GradientMemory
 from lightning_gpufeed.sync.plan import Bucket
+from lightning_gpufeed.sync.ranks import peer_lost
 
 __all__ = ["Reducer"]
 
@@ -210,12 +211,7 @@ class Reducer:
             raise self._failure(f"waiting for {what}", error) from error
 
     def _failure(self, what: str, error: RuntimeError) -> SyncError:
-        rank = distributed.get_rank()
-        self.error = SyncError(
-            f"Rank {rank} failed in {what}: another rank is gone or did not answer in time, and its own error "
-            "says why. Training cannot go on; start again from the latest checkpoint. "
-            f"({str(error).splitlines()[0][:200]})"
-        )
+        self.error = peer_lost(what, error)
         return self.error
 
     def _is_used_somewhere(self, layer: int, n: int) -> bool:
