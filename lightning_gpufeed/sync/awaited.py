@@ -86,7 +86,14 @@ class _AwaitedParameter(nn.Parameter):
             _find(tuple(kwargs.values()), found)
         for parameter in found:
             _settle(parameter)
-        return func(*args, **(kwargs or {}))
+        if found:
+            return func(*args, **(kwargs or {}))
+        # It is hidden in an object of somebody's own, who asked in its name.
+        for owner in {id(owner): owner for owner in _owners.values()}.values():
+            for parameter in owner.held():
+                _settle(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     # These begin with the class of the object, before torch is asked.
     def __deepcopy__(self, memo: Any) -> Any:
@@ -171,6 +178,23 @@ class ParameterTable(dict[str, nn.Parameter | None]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As an ordinary table."""
         return dict, (self.copy(),)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """A parameter by its name.
+
+        Args:
+            name: Its.
+            default: Put there if there is none.
+
+        Returns:
+            It.
+        """
+        self.get(name)
+        return dict.setdefault(self, name, default)
+
+    def __or__(self, other: Any) -> Any:
+        """An ordinary table with another's members too."""
+        return self.copy() | other
 
     def _settle_all(self) -> None:
         for parameter in dict.values(self):

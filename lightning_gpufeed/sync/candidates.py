@@ -15,6 +15,7 @@ __all__ = ["USUAL_BUCKET_BYTES", "Candidate", "PlanOptions", "given_plan", "plan
 
 USUAL_BUCKET_BYTES = 25 << 20
 """Of `DistributedDataParallel`."""
+_FIRST_BUCKET_BYTES = 1 << 20
 _FINE_BUCKET_BYTES = (1 << 20, 4 << 20)
 
 
@@ -68,17 +69,31 @@ class Candidate:
     seconds: float
 
 
-def usual_plan(layers: Sequence[LayerCosts], bucket_bytes: int = USUAL_BUCKET_BYTES) -> SyncPlan:
-    """What `DistributedDataParallel` does.
+def usual_plan(layers: Sequence[LayerCosts], late: Collection[int] = ()) -> SyncPlan:
+    """What `DistributedDataParallel` does: a first bucket of 1 MB, so that sending begins early, then such of 25 MB.
 
     Args:
         layers: In forward order.
-        bucket_bytes: A bucket is closed when it holds that much.
+        late: Layers whose gradients are sent when backward has ended.
 
     Returns:
         The plan.
     """
-    return conventional(layers, bucket_bytes)
+    return _with_late(_like_ddp(_on_time(layers, late)), layers, late)
+
+
+def _like_ddp(layers: Sequence[LayerCosts]) -> SyncPlan:
+    plan = conventional(layers, 1)
+    buckets: list[list[Piece]] = []
+    most, held = _FIRST_BUCKET_BYTES, 0
+    for (piece,) in plan.buckets:
+        if not buckets or held >= most:
+            most = _FIRST_BUCKET_BYTES if not buckets else USUAL_BUCKET_BYTES
+            buckets.append([])
+            held = 0
+        buckets[-1].append(piece)
+        held += piece.num_bytes
+    return replace(plan, buckets=tuple(map(tuple, buckets)))
 
 
 def given_plan(layers: Sequence[LayerCosts], options: PlanOptions, late: Collection[int] = ()) -> SyncPlan:
@@ -141,8 +156,10 @@ def plans_to_try(
     found: list[SyncPlan] = []
     sizes: tuple[int, ...]
     if k == "auto" and cross is not True:
-        sizes = (size,) if isinstance(size, int) else (USUAL_BUCKET_BYTES, *_FINE_BUCKET_BYTES)
-        usual = [conventional(full, one) for one in sizes]
+        if isinstance(size, int):
+            usual = [conventional(full, size)]
+        else:
+            usual = [_like_ddp(full), *(conventional(full, one) for one in _FINE_BUCKET_BYTES)]
         found.append(usual[0])
         best_usual = min(usual, key=lambda plan: simulate(plan, full, link).step_seconds)
         if best_usual.buckets != usual[0].buckets:

@@ -108,8 +108,12 @@ class _BeforeForward:
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing
 
-    def __reduce__(self) -> str:
-        return "_nothing"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_nothing, ()
+
+
+def _make_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 def _nothing(module: nn.Module, arguments: Any) -> None:

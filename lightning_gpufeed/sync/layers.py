@@ -53,13 +53,13 @@ def find_layers(model: nn.Module, deferrable: Collection[str]) -> list[SyncLayer
 
     Returns:
         In the order of `named_modules`; a parameter that several modules share belongs to the first. Parameters whose
-        gradient is sparse are left out.
+        gradient is sparse, and those without elements, are left out.
     """
     layers, seen = [], set()
     for name, module in model.named_modules():
         own: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in module._parameters.values():
-            if parameter is None or not parameter.requires_grad or id(parameter) in seen:
+            if parameter is None or not parameter.requires_grad or id(parameter) in seen or not parameter.numel():
                 continue
             seen.add(id(parameter))
             if not is_sparse(module):

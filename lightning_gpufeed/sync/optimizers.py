@@ -7,7 +7,7 @@ name                                               what for
 =================================================  =================================================================
 Optimizer._optimizer_step_pre_hooks, _post_hooks   a hook has to run once in a step, so such a step is not taken apart
 torch.optim.optimizer._global_optimizer_*_hooks    likewise
-Optimizer._opt_called                              schedulers look at it to warn of a step that has not been taken
+Optimizer._opt_called, step._wrapped_by_lr_sched   schedulers wrap step, and warn if it has not been taken
 =================================================  =================================================================
 """
 
@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.optim import optimizer as torch_optimizer
 
@@ -50,6 +51,9 @@ def why_inseparable(optimizer: optim.Optimizer) -> str | None:
     name = type(optimizer).__name__
     if type(optimizer) not in SEPARABLE:
         return f"{name} may use several parameters at once"
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # which schedulers do
+        return f"the step of {name} is replaced"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -72,6 +76,7 @@ class PendingStep:
         """
         self._optimizer, self._state = optimizer, optimizer.state
         self._guard = None if on_look is None else _AwaitedState(optimizer.state, on_look)
+        self._default_dtype = torch.get_default_dtype()  # of which some optimizers make their counts
         self._settings = [_settings(group) for group in optimizer.param_groups]
         self._group_of = {
             id(parameter): number
@@ -104,14 +109,17 @@ class PendingStep:
             return
         groups = self._optimizer.param_groups
         self._optimizer.state = self._state
+        default_dtype = torch.get_default_dtype()
         now = [dict(group) for group in groups]
         try:
             for number, group in enumerate(groups):
                 if number < len(self._settings):
                     group.update(self._settings[number])
                 group["params"] = chosen.get(number, [])
+            torch.set_default_dtype(self._default_dtype)
             self._optimizer.step()
         finally:
+            torch.set_default_dtype(default_dtype)
             for group, before in zip(groups, now, strict=True):
                 group.update(before)
             self.guard_state()

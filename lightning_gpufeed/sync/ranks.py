@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lightning_gpufeed.errors import SyncError
+from lightning_gpufeed.sync.gloo import group_in_order
 
 __all__ = ["Ranks", "peer_lost"]
 
@@ -53,7 +54,7 @@ class Ranks:
         """
         self.device = device or torch.device("cpu")
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
-        self.group: Any = distributed.new_group(timeout=timeout)
+        self.group: Any = group_in_order(timeout)
 
     def check_same(self, model: nn.Module) -> None:
         """Make sure that all ranks have parameters of the same names, shapes and types.

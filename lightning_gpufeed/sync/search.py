@@ -36,6 +36,7 @@ _NUM_SIZES = 7
 """Sizes of message that are tried: all gradients in one, half of them, a quarter ..."""
 _NUM_SEEDS = 3
 """Orders that are tried with every rule, and that moves start from."""
+_MOST_MESSAGES = 512
 _UNIT = 1e-9
 """Steps are told apart down to this share of one."""
 
@@ -59,7 +60,8 @@ def search(
         layers: In forward order.
         link: What gradients cross.
         memory_cap_bytes: Most that weight gradients that wait may keep alive; None for no limit.
-        bucket_bytes: At which a bucket is full; "auto" to try several.
+        bucket_bytes: At which a bucket is full, but for a size that would make more than some hundred messages; "auto"
+            to try several.
         cross_iteration: Whether the next forward may start before all has arrived. Without, little can be gained.
         weight_first: Whether a layer may compute its weight gradient before its input gradient, which the splitter of
             backward does not do.
@@ -87,7 +89,8 @@ def search(
         sizes = sorted({max(1, total >> halvings) for halvings in range(_NUM_SIZES)} | {1})
         most_bytes = max(1, total)
     elif isinstance(bucket_bytes, int) and bucket_bytes >= 1:
-        sizes, most_bytes = [bucket_bytes], bucket_bytes
+        most_bytes = max(bucket_bytes, total // _MOST_MESSAGES)
+        sizes = [most_bytes]
     else:
         raise ValueError(f"bucket_bytes is {bucket_bytes!r}; expected a positive number of bytes, or 'auto'.")
     level = _Level(layers, link, memory_cap_bytes, cross_iteration, weight_first)

@@ -144,7 +144,8 @@ class GradientSync:
             layers,
             self._options,
             self.ranks,
-            can_gain=lambda: self.can_defer and self.can_cross,
+            can_defer=self.can_defer,
+            can_cross=lambda: self.can_cross,
             on_message=self._on_message,
         )
         self._hooks.watch(self.model)

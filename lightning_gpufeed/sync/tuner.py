@@ -18,7 +18,7 @@ from statistics import median
 from torch import nn
 
 from lightning_gpufeed.backprop.order import BackwardOrder, from_actions
-from lightning_gpufeed.sync.candidates import USUAL_BUCKET_BYTES, PlanOptions, given_plan, plans_to_try, usual_plan
+from lightning_gpufeed.sync.candidates import PlanOptions, given_plan, plans_to_try, usual_plan
 from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts, fit_link
 from lightning_gpufeed.sync.layers import SyncLayer, in_order
 from lightning_gpufeed.sync.plan import SyncPlan
@@ -66,7 +66,8 @@ class Tuner:
         options: PlanOptions,
         ranks: Ranks,
         *,
-        can_gain: Callable[[], bool],
+        can_defer: bool,
+        can_cross: Callable[[], bool],
         on_message: Callable[[str], None],
     ) -> None:
         """Before the first step.
@@ -75,12 +76,13 @@ class Tuner:
             layers: Of the model, in any order.
             options: What is to be found, and what is given.
             ranks: Who takes part.
-            can_gain: Whether weight gradients may wait, and updates cross into the next forward; asked after a step.
+            can_defer: Whether weight gradients may wait. If not, nothing is measured.
+            can_cross: Whether updates may be taken in the next forward; asked after a step.
             on_message: Told the decision.
         """
         self.layers = list(layers)
         self._options, self._ranks, self._on_message = options, ranks, on_message
-        self._can_gain = can_gain
+        self._can_defer, self._can_cross = can_defer, can_cross
         self._really_late: set[int] = set()
         self.late = set(range(len(self.layers)))
         self.plan = usual_plan(self._costs())
@@ -154,17 +156,15 @@ class Tuner:
                 self.layers[i] = replace(self.layers[i], is_deferrable=False)
         self._really_late = {i for i, place in enumerate(order) if is_odd[place]}
         costs = self._costs()
-        can_gain = bool(costs) and self._can_gain()
-        if can_gain and self._options.is_given:
+        if self._can_defer and self._options.is_given:
             self._settle(given_plan(costs, self._options, self._really_late))
             self._on_message(f"{_described(self.plan, self.layers)}, as asked for.")
-        elif can_gain and self._ranks.num_ranks > 1:
+        elif costs and self._can_defer and self._ranks.num_ranks > 1:
             self.plan = usual_plan(costs)
             self.times = StepTimes(self._ranks.device, len(self.layers))
             self._stage = "measure"
         else:
-            options = PlanOptions(0, False, USUAL_BUCKET_BYTES)
-            self._settle(given_plan(costs, options, self._really_late))
+            self._settle(usual_plan(costs, self._really_late))
 
     def _settle(self, plan: SyncPlan) -> None:
         self.plan, self.late, self.times, self._stage = plan, self._really_late, None, "settled"
@@ -187,7 +187,7 @@ class Tuner:
             return False
         self.times = None
         if self._ranks.maximum([float(not self._measured)]) != [0.0]:
-            self._settle(given_plan(self._costs(), PlanOptions(0, False, USUAL_BUCKET_BYTES), self._really_late))
+            self._settle(usual_plan(self._costs(), self._really_late))
             return True
         step = medians(self._measured)
         step = StepSeconds.of_numbers(self._ranks.mean(step.numbers()), step.deferred_bytes)
@@ -198,7 +198,7 @@ class Tuner:
             found = plans_to_try(
                 self.costs,
                 self.link,
-                self._options,
+                self._options if self._can_cross() else replace(self._options, cross_iteration=False),
                 other_seconds=step.other,
                 is_accumulating=num_microbatches > 1,
                 late=self._really_late,
@@ -249,12 +249,21 @@ class Tuner:
 
 
 def _best(arms: Sequence[_Arm]) -> int:
-    """The fastest, if it is faster than the first by more than noise: in all rounds but one, and by a least share."""
+    """The fastest, if it is faster than the first by more than noise.
+
+    That is: in all rounds but one, by a least share, and by more than both differ from themselves.
+    """
     usual = arms[0]
     best = min(range(len(arms)), key=lambda number: arms[number].seconds)
     num_won = sum(one < other for one, other in zip(arms[best].windows, usual.windows, strict=True))
-    is_gain = arms[best].seconds < (1 - _MIN_GAIN) * usual.seconds and num_won >= len(usual.windows) - 1
+    noise = max(_MIN_GAIN * usual.seconds, _spread(usual) + _spread(arms[best]))
+    is_gain = usual.seconds - arms[best].seconds > noise and num_won >= len(usual.windows) - 1
     return best if is_gain else 0
+
+
+def _spread(arm: _Arm) -> float:
+    """How far windows of one arm usually are from their median."""
+    return median(abs(one - arm.seconds) for one in arm.windows)
 
 
 def _described(plan: SyncPlan, layers: Sequence[SyncLayer]) -> str:
