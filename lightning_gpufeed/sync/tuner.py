@@ -249,7 +249,7 @@ class Tuner:
 
 
 def _best(arms: Sequence[_Arm]) -> int:
-    """The fastest, if it is faster than the first in all rounds but one, and by more than both differ from themselves."""
+    """The fastest, if it beats the first in all rounds but one, and by more than both differ from themselves."""
     usual = arms[0]
     best = min(range(len(arms)), key=lambda number: arms[number].seconds)
     num_won = sum(one < other for one, other in zip(arms[best].windows, usual.windows, strict=True))
