@@ -230,6 +230,11 @@ class OutOfOrderStrategy(DDPStrategy):
         if self._sync is None:
             return super().training_step(*args, **kwargs)
         self._sync.forward_begins()
+        if not self._is_automatic():
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                self._sync.are_buffers_due = False  # as in DDP, which sends them once if optimization is manual
         if self._verifier is None or not self._sync.is_syncing or (self._num_steps + 1) % self._verify_every:
             return super().training_step(*args, **kwargs)
         run = partial(super().training_step, *args, **kwargs)
@@ -278,6 +283,9 @@ class OutOfOrderStrategy(DDPStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _is_automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def _plain_backward(self, loss: Tensor) -> None:
         """As the loop would, without anybody being told."""

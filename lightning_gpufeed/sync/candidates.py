@@ -48,6 +48,21 @@ class PlanOptions:
         if self.memory_cap_bytes is not None:
             _check_count("memory_cap_bytes", self.memory_cap_bytes, 0, "None for no limit")
 
+    def check(self, num_layers: int) -> None:
+        """Compare with a model.
+
+        Args:
+            num_layers: Of it, with parameters, frozen or not.
+
+        Raises:
+            ValueError: There are fewer than `reverse_first_k`.
+        """
+        if self.reverse_first_k != "auto" and self.reverse_first_k > num_layers:
+            raise ValueError(
+                f"reverse_first_k is {self.reverse_first_k}; expected at most {num_layers}, the number of layers with "
+                "parameters."
+            )
+
     @property
     def is_given(self) -> bool:
         """Whether nothing is left to be found."""
@@ -106,23 +121,12 @@ def given_plan(layers: Sequence[LayerCosts], options: PlanOptions, late: Collect
 
     Returns:
         The plan.
-
-    Raises:
-        ValueError: There are fewer layers than `reverse_first_k`.
     """
     assert isinstance(options.reverse_first_k, int)
     assert isinstance(options.bucket_bytes, int)
-    _check_k(layers, options.reverse_first_k)
-    on_time = _on_time(layers, late)
-    plan = reverse_first_k(on_time, options.reverse_first_k, options.bucket_bytes, options.cross_iteration is True)
+    k = min(options.reverse_first_k, len(layers))  # some may be frozen
+    plan = reverse_first_k(_on_time(layers, late), k, options.bucket_bytes, options.cross_iteration is True)
     return _with_late(plan, layers, late)
-
-
-def _check_k(layers: Sequence[LayerCosts], k: int) -> None:
-    if k > len(layers):
-        raise ValueError(
-            f"reverse_first_k is {k}; expected at most {len(layers)}, the number of layers with parameters."
-        )
 
 
 def plans_to_try(
@@ -174,10 +178,9 @@ def plans_to_try(
             min_gain=-1.0 if cross is True else 0.01,
         )
     else:
-        _check_k(layers, k)
         total = sum(layer.gradient_bytes for layer in full) or 1
         sizes = (size,) if isinstance(size, int) else tuple(max(1, total >> halvings) for halvings in range(8))
-        plans = [reverse_first_k(full, k + 1, one, cross is not False) for one in sizes]
+        plans = [reverse_first_k(full, min(k, len(layers)) + 1, one, cross is not False) for one in sizes]
         plan = min(plans, key=lambda one: simulate(one, full, link).step_seconds)
     if all(plan.buckets != other.buckets or plan.backward != other.backward for other in found):
         found.append(plan)

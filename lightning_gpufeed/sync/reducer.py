@@ -85,6 +85,9 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward begins whose gradients are to be reduced. All of the one before have been waited for."""
+        if self._used_work is not None:  # who has used everything himself has not looked at it
+            self._wait(self._used_work, "which parameters are used")
+            self._used_work = None
         self._reset()
 
     def see(self, layer: int) -> None:

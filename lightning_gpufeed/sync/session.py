@@ -87,6 +87,7 @@ class GradientSync:
 
         Raises:
             SyncError: The ranks have different models.
+            ValueError: The options name more layers than the model has.
         """
         self.model, self.ranks, self._options = model, ranks, options
         self._find_unused, self._on_message = find_unused_parameters, on_message
@@ -95,12 +96,13 @@ class GradientSync:
         """Whether the next step may be taken in the next forward; else it is an ordinary one."""
         self.is_syncing = True
         """False during those microbatches of an accumulation that are not the last."""
-        self._are_buffers_due, self._is_in_backward, self._is_step_over = True, False, False
+        self.are_buffers_due, self._is_in_backward, self._is_step_over = True, False, False
         self._num_microbatches = 0
         self._awaited = AwaitedParameters(self._arrive)
         self._steps: list[PendingStep] = []
         self._state_hooks: list[Any] = []
         self._deferral = Deferral(model, options.memory_cap_bytes)
+        options.check(sum(any(True for _ in part.parameters(recurse=False)) for part in model.modules()))
         ranks.check_same(model)
         ranks.broadcast(model)
         self._compiled, is_borderless = compiled_parts(model)
@@ -189,10 +191,10 @@ class GradientSync:
                 self._tuner.times.note("forward")
             if self._is_learning and not self._first_use:
                 self._awaited.hold(one for layer in self.layers for one in layer.parameters)
-        if self._has_buffers and self._are_buffers_due:
+        if self._has_buffers and self.are_buffers_due:
             self.ranks.broadcast_buffers(self.model)
         # As in DistributedDataParallel: not after a forward that no gradient of which is reduced.
-        self._are_buffers_due = torch.is_grad_enabled() and self.is_syncing
+        self.are_buffers_due = torch.is_grad_enabled() and self.is_syncing
 
     def backward_begins(self, loss: Tensor | None = None) -> None:
         """Forward is over. What it has not used is updated now.
