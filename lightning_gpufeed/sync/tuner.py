@@ -47,6 +47,11 @@ class _Arm:
     def seconds(self) -> float:
         return median(self.windows)
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether it differs from `DistributedDataParallel` in the sizes of messages only."""
+        return not self.plan.cross_iteration and not self.plan.deferred
+
 
 class Tuner:
     """Says which plan to use in the next step.
@@ -229,18 +234,20 @@ class Tuner:
             arm.windows = [next(numbers) for _ in arm.windows]
         best = self._arms[self._ranks.decided(_best(self._arms))]
         self._settle(best.plan)
-        self._on_message(self._decision(self._arms[0], best))
+        usual = min((arm for arm in self._arms if arm.is_usual), key=lambda arm: arm.seconds, default=self._arms[0])
+        self._on_message(self._decision(usual, best))
         return True
 
     def _decision(self, usual: _Arm, best: _Arm) -> str:
         def both(arm: _Arm) -> str:
             return f"{arm.seconds * 1e3:.4g} ms a step measured, {arm.predicted_seconds * 1e3:.4g} ms predicted"
 
-        if best is usual:
-            rival = min(self._arms[1:], key=lambda arm: arm.seconds)
+        others = [arm for arm in self._arms if not arm.is_usual]
+        if best.is_usual and others:
+            rival = min(others, key=lambda arm: arm.seconds)
             return (
-                f"the usual order stays ({both(usual)}); the best other one would take {both(rival)}, which is no gain "
-                "above noise."
+                f"the usual order stays, in {len(best.plan.buckets)} messages ({both(best)}); the best other one would "
+                f"take {both(rival)}, which is no gain above noise."
             )
         return (
             f"{_described(best.plan, self.layers)}: {both(best)}; the usual order takes {both(usual)}. That is "
@@ -249,13 +256,14 @@ class Tuner:
 
 
 def _best(arms: Sequence[_Arm]) -> int:
-    """The fastest, if it beats the first in all rounds but one, and by more than both differ from themselves."""
-    usual = arms[0]
-    best = min(range(len(arms)), key=lambda number: arms[number].seconds)
-    num_won = sum(one < other for one, other in zip(arms[best].windows, usual.windows, strict=True))
-    noise = max(_MIN_GAIN * usual.seconds, _spread(usual) + _spread(arms[best]))
-    is_gain = usual.seconds - arms[best].seconds > noise and num_won >= len(usual.windows) - 1
-    return best if is_gain else 0
+    """The fastest that changes no order, unless another one beats it in all rounds but one, and by more than noise."""
+    numbers = sorted(range(len(arms)), key=lambda number: arms[number].seconds)
+    usual = next((number for number in numbers if arms[number].is_usual), numbers[0])
+    best = numbers[0]
+    num_won = sum(one < other for one, other in zip(arms[best].windows, arms[usual].windows, strict=True))
+    gain = arms[usual].seconds - arms[best].seconds
+    noise = max(_MIN_GAIN * arms[usual].seconds, _spread(arms[usual]) + _spread(arms[best]))
+    return best if gain > noise and num_won >= len(arms[usual].windows) - 1 else usual
 
 
 def _spread(arm: _Arm) -> float:
