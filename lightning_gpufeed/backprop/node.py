@@ -83,7 +83,7 @@ class SplitCall(torch.autograd.Function):
         if dtype is not None:
             weight, bias = autocast(weight, dtype), None if bias is None else autocast(bias, dtype)
         ctx.set_materialize_grads(False)
-        ctx.note, ctx.anchor = note, anchor
+        ctx.note, ctx.anchor, ctx.is_cast = note, anchor, weight is not note.weight
         # As autograd, which does not mind a change of a weight that no input gradient needs.
         ctx.weight = None if ctx.needs_input_grad[3] else weight
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
@@ -95,7 +95,7 @@ class SplitCall(torch.autograd.Function):
         (grad_output,) = grads
         if grad_output is None:
             return (None,) * 5
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (ctx.anchor.is_reached() or ctx.is_cast):
             raise DeferredGradientError(
                 f"backward(create_graph=True) came to {ctx.note.layer.name}, whose weight gradient waits: a gradient "
                 "of a gradient has to know it. Close the splitter, or leave this layer out of those that wait."

@@ -66,8 +66,9 @@ class WeightGradSplitter:
     when a gradient is in `.grad`: after `finish`, and not yet after `backward`.
 
     A call of a layer that cannot be split exactly (a layout that is not contiguous, complex numbers, torch.func,
-    torch.compile) is autograd's. `backward(create_graph=True)` ends in a `DeferredGradientError`; with `inputs=`, and
-    in `torch.autograd.grad`, no weight gradient of a layer that waits is computed. On a CUDA device it is computed on
+    torch.compile) is autograd's. `backward(create_graph=True)` ends in a `DeferredGradientError`, and so does
+    `torch.autograd.grad(..., create_graph=True)` under autocast; with `inputs=`, and in `torch.autograd.grad`, no
+    weight gradient of a layer that waits is computed. On a CUDA device it is computed on
     the stream that is current where it is run.
 
     Not bitwise, as sums are rounded in another place: a layer used several times in one graph, under several autocast
@@ -147,6 +148,20 @@ class WeightGradSplitter:
     def pending_bytes(self) -> int:
         """What they keep alive: inputs, output gradients, and weights of less precision under autocast."""
         return self._queue.num_bytes
+
+    def is_incomplete(self, name: str) -> bool:
+        """Whether a layer's weight gradient is still to come, so that what is in `.grad` is from elsewhere.
+
+        Args:
+            name: Of a layer.
+
+        Returns:
+            False for a layer that is not split.
+        """
+        layer = self._layers.get(name)
+        if layer is None or self._is_running:
+            return False
+        return layer.num_calls > 0 or any(task.name == name for task in self._queue)
 
     def arrived(
         self, layer: _SplitLayer, weight: nn.Parameter, bias: nn.Parameter | None, call: Call, number: int

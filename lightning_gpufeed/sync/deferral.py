@@ -65,6 +65,17 @@ class Deferral:
         """
         return self._splitter is not None and name in self._splitter.names
 
+    def is_incomplete(self, name: str) -> bool:
+        """Whether more is to come to the gradient of a module.
+
+        Args:
+            name: Of the module.
+
+        Returns:
+            True if its weight gradient waits, or will.
+        """
+        return self._splitter is not None and self._splitter.is_incomplete(name)
+
     def open(self, is_open: bool) -> None:
         """Whether the next forward is split.
 

@@ -96,11 +96,15 @@ class Ranks:
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
+            pairs = [(tensor, tensor.contiguous()) for tensor in tensors]  # a backend may not mind gaps
             try:
-                works = [distributed.broadcast(tensor, 0, async_op=True) for tensor in tensors]
+                works = [distributed.broadcast(sent, 0, async_op=True) for _, sent in pairs]
                 for work in works:
                     if work is not None:
                         work.wait()
+                for tensor, sent in pairs:
+                    if sent is not tensor and self.rank:
+                        tensor.copy_(sent)
             except RuntimeError as error:
                 raise peer_lost("sending buffers", error) from error
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_gpufeed.backprop.engine import at_end_of_backward, count_uses
+from lightning_gpufeed.backprop.engine import at_end_of_backward
 from lightning_gpufeed.backprop.split import splittable_layers
 from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.sync.awaited import AwaitedParameters
@@ -33,6 +33,7 @@ from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.ranks import Ranks
 from lightning_gpufeed.sync.reducer import Reducer
 from lightning_gpufeed.sync.tuner import Tuner
+from lightning_gpufeed.sync.usage import Usage
 
 __all__ = ["GradientSync"]
 
@@ -152,10 +153,7 @@ class GradientSync:
         )
         self._hooks.watch(self.model)
         self._install()
-        self._first_use: list[nn.Parameter] = []
-        self._is_learning = True
-        self._uses: dict[int, int] = {}
-        self._counts = {id(one): 0 for layer in layers for one in layer.parameters}
+        self._usage: Usage | None = Usage(layers)
 
     def _install(self) -> None:
         """Use the tuner's plan from the next forward on. Nothing is pending."""
@@ -189,7 +187,7 @@ class GradientSync:
             self._deferral.open(self.is_syncing)
             if self._tuner.times is not None:
                 self._tuner.times.note("forward")
-            if self._is_learning and not self._first_use:
+            if self._usage is not None and not self._usage.first_use:
                 self._awaited.hold(one for layer in self.layers for one in layer.parameters)
         if self._has_buffers and self.are_buffers_due:
             self.ranks.broadcast_buffers(self.model)
@@ -209,8 +207,10 @@ class GradientSync:
         self.synchronize()
         if self._tuner.times is not None:
             self._tuner.times.note("backward")
-        if self._is_learning and loss is not None:
-            self._uses = count_uses(loss)
+        if self._usage is not None:
+            self._usage.is_in_backward = True
+            if loss is not None:
+                self._usage.look_at(loss)
         self._is_in_backward = True
         self._deferral.discard()  # of a backward that has failed
         if self.is_syncing:
@@ -224,6 +224,8 @@ class GradientSync:
         """
         self._deferral.finish()
         self._is_in_backward = False
+        if self._usage is not None:
+            self._usage.is_in_backward = False
         if not self.is_syncing:
             return
         missing = self._reducer.end()
@@ -308,7 +310,7 @@ class GradientSync:
     def abandon(self) -> None:
         """After an error: take the steps whose gradients have arrived, wait for no other rank, forget the rest."""
         held = self._awaited.held()
-        arrived = [one for one in held if not self._is_learning and self._is_arrived(one)]
+        arrived = [one for one in held if self._usage is None and self._is_arrived(one)]
         for parameter in arrived:
             self._awaited.settle(parameter)
         self._awaited.release(held)
@@ -331,10 +333,11 @@ class GradientSync:
 
     def _next_step(self) -> None:
         """Between two steps: whatever is new takes effect."""
-        counts = [int(all(self._counts[id(one)] == 1 for one in layer.parameters)) for layer in self.layers]
-        is_reused = [any(self._uses.get(id(one), 1) > 1 for one in layer.parameters) for layer in self.layers]
-        is_new = self._tuner.next(self._first_use, counts, is_reused, self._num_microbatches)
-        self._num_microbatches, self._is_learning = 0, False
+        usage, self._usage = self._usage, None
+        if usage is not None:
+            usage.close()
+        is_new = self._tuner.next(usage, self._num_microbatches)
+        self._num_microbatches = 0
         with torch._C.DisableTorchFunctionSubclass():
             is_other = any(one.requires_grad and id(one) not in self._trainable for one in self._parameters)
         if is_other:
@@ -346,8 +349,8 @@ class GradientSync:
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         """A parameter is about to be used: it, and those after it that have arrived too."""
-        if self._is_learning:
-            self._first_use.append(parameter)
+        if self._usage is not None:
+            self._usage.first_use.append(parameter)
             self._awaited.release([parameter])
             return
         with outside():
@@ -387,8 +390,9 @@ class GradientSync:
         if not self._is_in_backward:  # a backward that the loop did not tell of
             self.backward_begins()
             at_end_of_backward(self.backward_ends)
-        if self._is_learning:
-            self._counts[id(parameter)] += 1
+        if self._usage is not None:
+            self._usage.accumulated(parameter)
         if self._tuner.times is not None and not self._deferral.is_split(self.layers[layer].module_name):
             self._tuner.times.note("B", layer)
-        self._reducer.see(layer)
+        if not self._deferral.is_incomplete(self.layers[layer].module_name):
+            self._reducer.see(layer)

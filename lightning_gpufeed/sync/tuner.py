@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from torch import nn
-
 from lightning_gpufeed.backprop.order import BackwardOrder, from_actions
 from lightning_gpufeed.sync.candidates import PlanOptions, given_plan, plans_to_try, usual_plan
 from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts, fit_link
@@ -24,6 +22,7 @@ from lightning_gpufeed.sync.layers import SyncLayer, in_order
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.ranks import Ranks
 from lightning_gpufeed.sync.times import StepSeconds, StepTimes, medians
+from lightning_gpufeed.sync.usage import Usage
 
 __all__ = ["Tuner"]
 
@@ -124,17 +123,13 @@ class Tuner:
 
     def next(
         self,
-        first_use: Sequence[nn.Parameter],
-        counts: Sequence[int],
-        is_reused: Sequence[bool],
+        usage: Usage | None,
         num_microbatches: int,
     ) -> bool:
         """A step is over.
 
         Args:
-            first_use: Parameters in the order in which forward has used them first.
-            counts: For each layer, 1 if each of its gradients came once in a backward.
-            is_reused: For each layer, whether the graph uses one of its parameters more than once.
+            usage: What was seen in the first step; None later.
             num_microbatches: In the step.
 
         Returns:
@@ -144,17 +139,18 @@ class Tuner:
         seconds, self._clock = now - self._clock, now
         self._num_steps += 1
         if self._stage == "order":
-            self._learn_order(first_use, counts, is_reused)
+            assert usage is not None
+            self._learn_order(usage)
             return True
         if self._stage == "measure":
             return self._measure(num_microbatches)
         return self._stage == "try" and self._try(seconds)
 
-    def _learn_order(self, first_use: Sequence[nn.Parameter], counts: Sequence[int], is_reused: Sequence[bool]) -> None:
+    def _learn_order(self, usage: Usage) -> None:
         places = {id(layer): place for place, layer in enumerate(self.layers)}
-        order = self._ranks.decided([places[id(layer)] for layer in in_order(self.layers, first_use)])
-        odd = self._ranks.maximum([*(count != 1 for count in counts), *is_reused])
-        is_odd, is_shared = odd[: len(counts)], odd[len(counts) :]
+        order = self._ranks.decided([places[id(layer)] for layer in in_order(self.layers, usage.first_use)])
+        is_odd = self._ranks.maximum([not usage.is_certain(layer) for layer in self.layers])
+        is_shared = self._ranks.maximum([usage.is_reused(layer) for layer in self.layers])
         self.layers = [self.layers[place] for place in order]
         for i, place in enumerate(order):
             if is_shared[place] or is_odd[place]:

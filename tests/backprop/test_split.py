@@ -238,12 +238,30 @@ def test_gradients_elsewhere_are_computed_without_any_of_the_weights():
     assert model[0].weight.grad is not None
 
 
-def test_a_gradient_of_a_gradient_is_refused():
+def test_a_gradient_penalty_gets_the_same_gradients():
+    pair = Pair(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
+    x = torch.randn(3, 4, requires_grad=True)
+    for model in pair.both:
+        score = model(x).sum()
+        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        (score + slope.square().sum()).backward()
+    pair.splitter.finish()
+    pair.assert_same_grads()
+
+
+def test_a_gradient_of_a_weight_gradient_is_refused():
     model = mlp(4, 4, 1)
-    with WeightGradSplitter(model, all_last(model)):
-        x = torch.randn(3, 4, requires_grad=True)
-        with pytest.raises(DeferredGradientError, match="create_graph=True"):
-            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with WeightGradSplitter(model, all_last(model)), pytest.raises(DeferredGradientError, match="create_graph=True"):
+        model(torch.randn(3, 4)).sum().backward(create_graph=True)
+
+
+def test_a_gradient_of_a_gradient_under_autocast_is_refused():
+    model = mlp(4, 4, 1)
+    x = torch.randn(3, 4, requires_grad=True)
+    with WeightGradSplitter(model, all_last(model)), torch.autocast("cpu", torch.bfloat16):
+        score = model(x).sum()
+    with pytest.raises(DeferredGradientError, match="create_graph=True"):
+        torch.autograd.grad(score, x, create_graph=True)
 
 
 @pytest.mark.parametrize(("what", "place"), [("input", 0), ("gradient of the output", 1)])
