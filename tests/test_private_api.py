@@ -16,19 +16,27 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import distributed, nn, optim
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Variable
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchmetrics import MeanMetric, MetricCollection
@@ -1655,3 +1663,294 @@ def test_rows_that_overlap_can_be_gathered_into_given_memory():
     out = torch.empty(3, 4, dtype=torch.uint8)
     torch.index_select(rows, 0, torch.tensor([36, 0, 5]), out=out)
     assert out.tolist() == [[36, 37, 38, 39], [0, 1, 2, 3], [5, 6, 7, 8]]
+
+
+class Asked(nn.Parameter):
+    """Notes what torch is about to do with it."""
+
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def asked():
+    """A parameter that has become one of another class."""
+    parameter = nn.Parameter(torch.ones(2))
+    before = id(parameter)
+    parameter.__class__ = Asked
+    Asked.calls.clear()
+    yield parameter
+    parameter.__class__ = nn.Parameter
+    assert id(parameter) == before
+
+
+def test_a_parameter_can_change_its_class_and_is_asked_from_then_on(asked):
+    """`sync.awaited` rests on it. If this fails, updates in the next forward have no place to wait: switch them off."""
+    assert isinstance(asked, nn.Parameter)
+    torch.add(asked, 1.0)
+    assert Asked.calls == [torch.add]
+    asked.__class__ = nn.Parameter
+    torch.add(asked, 1.0)
+    assert Asked.calls == [torch.add]
+
+
+def test_an_attribute_is_asked_for_by_the_get_of_its_descriptor(asked):
+    """`sync.awaited._DESCRIPTIONS` compares with these. If this fails, reading a shape waits for the network."""
+    asked.shape, asked.requires_grad, asked.grad  # noqa: B018
+    asked.numel()
+    names = ["shape", "requires_grad", "grad"]
+    assert Asked.calls == [*(getattr(torch.Tensor, name).__get__ for name in names), torch.Tensor.numel]
+
+
+def test_subclasses_are_not_asked_where_torch_functions_are_disabled(asked):
+    """`DisableTorchFunctionSubclass` reads a description; `DisableTorchFunction` shields a step from every mode."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.add(asked, 1.0)
+    with torch._C.DisableTorchFunction(), torch.device("meta"):
+        torch.add(asked, 1.0)
+    assert Asked.calls == []
+    with torch.device("meta"), torch._C.DisableTorchFunction():
+        assert torch.zeros(1).device.type == "cpu"
+
+
+def test_a_module_looks_its_parameters_up_in_a_table_of_this_name_that_may_be_of_ones_own_class():
+    """`sync.awaited.ParameterTable` stands there. If this fails, see how `Module.__getattr__` finds a parameter."""
+
+    class Table(dict):
+        def __getitem__(self, name):
+            seen.append(name)
+            return super().__getitem__(name)
+
+    seen: list[str] = []
+    module = nn.Linear(2, 2)
+    module.__dict__["_parameters"] = Table(module._parameters)
+    module(torch.ones(1, 2))
+    assert seen == ["weight", "bias"]
+    seen.clear()
+    module.get_parameter("weight")
+    assert set(seen) == {"weight"}
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that run under it."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_below_python_are_counted_and_can_be_left_for_a_while():
+    """`sync.outside` does. If this fails, an optimizer's step is counted, cached or faked by a mode of forward."""
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with Seen() as seen:
+        assert torch._C._len_torch_dispatch_stack() == 1
+        with _disable_current_modes():
+            torch.ones(1).add_(1.0)
+            assert torch._C._len_torch_dispatch_stack() == 0
+        assert torch._C._len_torch_dispatch_stack() == 1
+    assert seen.names == []
+
+
+def test_transforms_can_be_left_for_a_while():
+    """`sync.outside` does. If this fails, a parameter used first in `torch.func.grad` is not updated there."""
+    x = torch.ones(2)
+
+    def total(y):
+        assert torch._C._are_functorch_transforms_active()
+        with temporarily_clear_interpreter_stack():
+            assert not torch._C._are_functorch_transforms_active()
+            x.add_(1.0)
+        return (x * y).sum()
+
+    assert torch.func.grad(total)(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_hooks_on_a_step_are_found_under_these_names():
+    """`sync.optimizers.why_inseparable` asks. If this fails, hooks run once for each part of a step."""
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    kinds = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    assert [len(hooks) for hooks in kinds] == [0, 0]
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert [len(hooks) for hooks in kinds] == [1, 1]
+    kinds = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    before = [len(hooks) for hooks in kinds]
+    handles = [
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: None),
+    ]
+    try:
+        assert [len(hooks) for hooks in kinds] == [number + 1 for number in before]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_scheduler_marks_the_step_it_wraps_and_asks_whether_it_was_called():
+    """`PendingStep` says that it was. If this fails, schedulers warn of a step that is only pending."""
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    assert "step" not in optimizer.__dict__
+    scheduler = StepLR(optimizer, 1)
+    assert hasattr(optimizer.__dict__["step"], "_wrapped_by_lr_sched")
+    with pytest.warns(UserWarning, match="lr_scheduler.step.* before .*optimizer.step"):
+        scheduler.step()
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    scheduler = StepLR(optimizer, 1)
+    optimizer._opt_called = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def test_the_count_of_an_optimizer_is_made_of_the_default_dtype_if_that_is_double():
+    """`PendingStep` puts the dtype back. If this fails it may not have to."""
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.float32))
+        parameter.grad = torch.ones(1, dtype=torch.float32)
+        optimizer = optim.Adam([parameter])
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(optimizer.state[parameter]["step"].dtype)
+    assert found == [torch.float32, torch.float64, torch.float32]
+
+
+def test_a_step_looks_at_the_groups_and_the_state_that_the_optimizer_has_then():
+    """`PendingStep` hands it other lists of parameters, and guards `state` in between."""
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    first.grad = second.grad = torch.ones(1)
+    optimizer = optim.SGD([first, second], 0.5, momentum=0.9)
+    state: dict[Any, Any] = torch_optimizer.defaultdict(dict)
+    optimizer.state = state
+    optimizer.param_groups[0]["params"] = [second]
+    optimizer.step()
+    assert (first.item(), second.item()) == (1.0, 0.5)
+    assert list(state) == [second]
+    optimizer.param_groups[0]["params"] = []
+    optimizer.step()  # nothing to do is no error
+
+
+def test_compiled_modules_are_known_by_these_names():
+    """`sync.hooks.compiled_parts` asks. If this fails, a compiled graph uses parameters that nobody has settled."""
+    module = nn.Linear(2, 2)
+    assert not hasattr(module, "_orig_mod")
+    assert torch.compile(module, backend="eager")._orig_mod is module
+    assert module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    assert type(scripted).__module__.startswith("torch.jit")
+
+
+def test_what_is_queued_in_backward_runs_when_it_has_ended():
+    """`GradientSync` sends the rest there if the loop did not tell of a backward."""
+    events = []
+    x = nn.Parameter(torch.ones(2))
+
+    def hook(_):
+        Variable._execution_engine.queue_callback(lambda: events.append("end"))
+        events.append("hook")
+
+    x.register_post_accumulate_grad_hook(hook)
+    y = nn.Parameter(torch.ones(2))
+    y.register_post_accumulate_grad_hook(lambda _: events.append("other"))
+    (x * 2 + y).sum().backward()
+    assert sorted(events[:2]) == ["hook", "other"]
+    assert events[2:] == ["end"]
+
+
+def test_a_graph_shows_how_often_a_leaf_is_used():
+    """`backprop.engine.count_uses` walks it. If this fails, a weight that is used twice may wait."""
+    x = nn.Parameter(torch.ones(2))
+    node = (x * x).grad_fn
+    leaves = [following for following, _ in node.next_functions]
+    assert leaves[0] is leaves[1]
+    assert leaves[0].variable is x
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = torch.nn.functional.linear(torch.ones(1, 2), nn.Parameter(torch.ones(2, 2))).grad_fn
+    names, nodes = set(), [cast]
+    while nodes:
+        node = nodes.pop()
+        names.add(node.name())
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    assert any(name.startswith("ToCopyBackward") for name in names)
+
+
+def test_gloo_can_be_given_one_thread_and_the_interfaces_it_is_to_use():
+    """`sync.gloo` does. If this fails, use `new_group`: the same result, with messages that share the link."""
+    kind = distributed.ProcessGroupGloo
+    options = kind._Options()
+    assert {"_threads", "_devices", "_timeout"} <= set(dir(options))
+    options._devices, options._threads = [kind.create_default_device()], 1
+    options._timeout = timedelta(seconds=9)
+    assert (len(options._devices), options._threads, options._timeout) == (1, 1, timedelta(seconds=9))
+    assert "gloo" in distributed.Backend.backend_list
+    group = kind(distributed.HashStore(), 0, 1, options)
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_a_message_that_has_failed_or_arrived_is_completed():
+    """`Reducer.is_arrived` asks. What has failed says True too, and raises in wait."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        work = distributed.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        assert work.is_completed()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_lightning_wraps_an_optimizer_that_is_found_under_this_name():
+    """`OutOfOrderStrategy` takes the torch optimizer out of it."""
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    assert LightningOptimizer(optimizer)._optimizer is optimizer
+
+
+def test_what_follows_a_closure_is_a_method_of_the_precision():
+    """`OutOfOrderStrategy.optimizer_step` calls it: clipping, hooks before the step, tracking of gradient norms."""
+    calls = []
+
+    class Precision(pl.plugins.precision.Precision):
+        def _after_closure(self, model, optimizer):
+            calls.append(type(optimizer).__name__)
+            return super()._after_closure(model, optimizer)
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_index):
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self):
+            return optim.SGD(self.parameters(), 0.1)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[Precision()],
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 2)))
+    assert calls == ["SGD"]
