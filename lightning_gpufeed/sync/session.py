@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -311,8 +311,9 @@ class GradientSync:
         """After an error: take the steps whose gradients have arrived, wait for no other rank, forget the rest."""
         held = self._awaited.held()
         arrived = [one for one in held if self._usage is None and self._is_arrived(one)]
-        for parameter in arrived:
-            self._awaited.settle(parameter)
+        with suppress(SyncError):  # a message that has failed is no longer on its way either
+            for parameter in arrived:
+                self._awaited.settle(parameter)
         self._awaited.release(held)
         for step in self._steps:
             step.forget()
