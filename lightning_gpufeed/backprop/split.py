@@ -307,7 +307,7 @@ class _SplitLayer:
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
             for parameter in module._parameters.values()
-            if parameter is not None
+            if parameter is not None and parameter.requires_grad
         ]
 
     def _see(self, _: Tensor) -> None:

@@ -187,7 +187,7 @@ class OutOfOrderStrategy(DDPStrategy):
             self._options,
             find_unused_parameters=self._find_unused_parameters,
             broadcast_buffers=self._broadcast_buffers,
-            can_defer=self.lightning_module.automatic_optimization,
+            can_defer=self._is_automatic() and getattr(self.lightning_module, "_compiler_ctx", None) is None,
             on_message=self._say,
         )
         if self._verify_every and self.lightning_module.automatic_optimization:

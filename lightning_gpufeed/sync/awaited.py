@@ -11,7 +11,8 @@ An awaited parameter is the same object, for that time of another class, whose `
 it touches the tensor. So there is no list of places that have to be remembered. Compiled extensions and `torch.func`
 take a tensor without asking; but somebody has to hand it to them, and for that it is looked up in its module: so
 `ParameterTable` asks as well, in the place of a module's table of parameters. What is left is a reference that was kept
-from before, given to one of these.
+from before and is given to one of these (`torch.tensor(p)` is one too), and memory shared with the parameter: an alias
+such as `p.data` that was made before the step shows the old numbers until the parameter itself is used.
 """
 
 from __future__ import annotations

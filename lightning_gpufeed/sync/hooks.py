@@ -54,15 +54,15 @@ class ModelHooks:
         Args:
             model: Any module.
             before_forward: Told the parameters that a module is about to use: its own, and for the border of a
-                compiled graph all inside of it.
+                compiled graph all inside of it. Not told in a model that has compiled parts without a border.
             after_grad: Told a parameter to whose `.grad` backward has added.
         """
         self._before_forward, self._after_grad = before_forward, after_grad
         self._handles: list[Any] = []
         self._watched: dict[int, Any] = {}
         self._tables: list[nn.Module] = []
-        inside, _ = compiled_parts(model)
-        for name, module in model.named_modules():
+        inside, is_borderless = compiled_parts(model)
+        for name, module in () if is_borderless else model.named_modules():
             is_border = hasattr(module, "_orig_mod")
             if name in inside and not is_border:
                 continue

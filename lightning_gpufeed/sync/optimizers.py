@@ -14,14 +14,14 @@ Optimizer._opt_called, step._wrapped_by_lr_sched   schedulers wrap step, and war
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = ["PendingStep", "why_inseparable"]
+__all__ = ["PendingStep", "PendingSteps", "why_inseparable"]
 
 SEPARABLE = (
     optim.SGD,
@@ -75,7 +75,7 @@ class PendingStep:
                 It has to take it.
         """
         self._optimizer, self._state = optimizer, optimizer.state
-        self._guard = None if on_look is None else _AwaitedState(optimizer.state, on_look)
+        self._guard: Any = None if on_look is None else _AwaitedState(optimizer.state, on_look)
         self._default_dtype = torch.get_default_dtype()  # of which some optimizers make their counts
         self._settings = [_settings(group) for group in optimizer.param_groups]
         self._group_of = {
@@ -108,6 +108,7 @@ class PendingStep:
         if not chosen:
             return
         groups = self._optimizer.param_groups
+        found = self._optimizer.state
         self._optimizer.state = self._state
         default_dtype = torch.get_default_dtype()
         now = [dict(group) for group in groups]
@@ -122,17 +123,84 @@ class PendingStep:
             torch.set_default_dtype(default_dtype)
             for group, before in zip(groups, now, strict=True):
                 group.update(before)
-            self.guard_state()
+            # It may be somebody else's meanwhile, who has begun anew.
+            is_done = found is self._guard and not self._group_of
+            self._optimizer.state = self._state if is_done else found
 
     def guard_state(self) -> None:
         """Until the step is taken for all parameters, whoever looks at the optimizer's state is noticed."""
-        is_pending = len(self._group_of) and self._guard is not None
-        self._optimizer.state = self._guard if is_pending else self._state  # type: ignore[assignment]
+        if self._group_of and self._guard is not None:
+            self._optimizer.state = self._guard
 
     def forget(self) -> None:
         """The rest of the step is never taken."""
         self._group_of.clear()
-        self._optimizer.state = self._state
+        if self._optimizer.state is self._guard:
+            self._optimizer.state = self._state
+
+
+class PendingSteps:
+    """All steps that were asked for and are not taken for all parameters."""
+
+    def __init__(self, on_look: Callable[[], None]) -> None:
+        """None.
+
+        Args:
+            on_look: Called when somebody looks at the state of an optimizer; it has to have all steps taken.
+        """
+        self._on_look = on_look
+        self._steps: list[PendingStep] = []
+        self._hooks: list[Any] = []
+
+    @property
+    def num_left(self) -> int:
+        """Parameters that are not updated yet."""
+        return sum(len(step) for step in self._steps)
+
+    def ask(self, optimizer: optim.Optimizer, waiting: Container[nn.Parameter]) -> None:
+        """Ask for a step.
+
+        Args:
+            optimizer: Whose.
+            waiting: Parameters for which it is taken later. For the others it is taken now.
+        """
+        step = PendingStep(optimizer, self._on_look)
+        step.take(one for group in optimizer.param_groups for one in group["params"] if one not in waiting)
+        step.guard_state()
+        self._steps.append(step)
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take all steps for some parameters.
+
+        Args:
+            parameters: With their gradients in `.grad`.
+        """
+        for step in self._steps:
+            step.take(parameters)
+        self._steps = [step for step in self._steps if len(step)]
+
+    def forget(self) -> None:
+        """The rest is never taken."""
+        for step in self._steps:
+            step.forget()
+        self._steps.clear()
+
+    def watch_state(self, optimizer: optim.Optimizer) -> None:
+        """Notice also `state_dict` and `load_state_dict`.
+
+        Args:
+            optimizer: Whose.
+        """
+        self._hooks += [
+            optimizer.register_state_dict_pre_hook(lambda _: self._on_look()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self._on_look()),
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
 
 class _AwaitedState(dict[Any, Any]):

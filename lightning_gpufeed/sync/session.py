@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -27,7 +26,7 @@ from lightning_gpufeed.sync.candidates import PlanOptions
 from lightning_gpufeed.sync.deferral import Deferral
 from lightning_gpufeed.sync.hooks import ModelHooks, compiled_parts
 from lightning_gpufeed.sync.layers import SyncLayer, find_layers, sparse_parameters
-from lightning_gpufeed.sync.optimizers import PendingStep
+from lightning_gpufeed.sync.optimizers import PendingSteps
 from lightning_gpufeed.sync.outside import outside
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.ranks import Ranks
@@ -100,8 +99,7 @@ class GradientSync:
         self.are_buffers_due, self._is_in_backward, self._is_step_over = True, False, False
         self._num_microbatches = 0
         self._awaited = AwaitedParameters(self._arrive)
-        self._steps: list[PendingStep] = []
-        self._state_hooks: list[Any] = []
+        self._steps = PendingSteps(self.synchronize)
         self._deferral = Deferral(model, options.memory_cap_bytes)
         options.check(sum(any(True for _ in part.parameters(recurse=False)) for part in model.modules()))
         ranks.check_same(model)
@@ -187,7 +185,7 @@ class GradientSync:
             self._deferral.open(self.is_syncing)
             if self._tuner.times is not None:
                 self._tuner.times.note("forward")
-            if self._usage is not None and not self._usage.first_use:
+            if self.can_defer and self._usage is not None and not self._usage.first_use:
                 self._awaited.hold(one for layer in self.layers for one in layer.parameters)
         if self._has_buffers and self.are_buffers_due:
             self.ranks.broadcast_buffers(self.model)
@@ -239,7 +237,7 @@ class GradientSync:
         times = self._tuner.times
         if times is not None:
             times.note("wait")
-        if self.plan.cross_iteration and self.can_cross:
+        if self.plan.cross_iteration and self.can_cross and self.can_defer:
             for parameter in self._awaited.hold(one for layer in self.layers for one in layer.parameters):
                 self._reducer.wait(self._layer_of[id(parameter)])
         else:
@@ -255,14 +253,12 @@ class GradientSync:
             optimizer: One that is separable, see `why_inseparable`. The step is that of now, whatever a scheduler does
                 to its groups meanwhile.
         """
-        if not len(self._awaited):
+        if self._steps.num_left:  # the one before is not taken yet
+            self.synchronize()
+        if len(self._awaited):
+            self._steps.ask(optimizer, self._awaited)
+        else:
             optimizer.step()
-            return
-        step = PendingStep(optimizer, self.synchronize)
-        step.take(one for group in optimizer.param_groups for one in group["params"] if one not in self._awaited)
-        if len(step):
-            self._steps.append(step)
-            step.guard_state()
 
     def synchronize(self) -> None:
         """Wait for all gradients, and take all steps that were asked for. Does nothing if nothing is pending.
@@ -272,11 +268,8 @@ class GradientSync:
         """
         for parameter in self._awaited.held():
             self._awaited.settle(parameter)
-        if self._steps:
-            num_lost = sum(len(step) for step in self._steps)
-            for step in self._steps:
-                step.forget()
-            self._steps.clear()
+        if num_lost := self._steps.num_left:
+            self._steps.forget()
             raise SyncError(
                 f"The updates of {num_lost} parameters were not taken although all gradients have arrived; expected "
                 "none to be left. Use strategy='ddp' and report this."
@@ -302,10 +295,7 @@ class GradientSync:
         Args:
             optimizer: Whose.
         """
-        self._state_hooks += [
-            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
-            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.synchronize()),
-        ]
+        self._steps.watch_state(optimizer)
 
     def abandon(self) -> None:
         """After an error: take the steps whose gradients have arrived, wait for no other rank, forget the rest."""
@@ -315,20 +305,18 @@ class GradientSync:
             for parameter in arrived:
                 self._awaited.settle(parameter)
         self._awaited.release(held)
-        for step in self._steps:
-            step.forget()
-        self._steps.clear()
+        self._steps.forget()
         self._deferral.discard()
         self._is_in_backward = False
 
     def close(self) -> None:
         """Leave the model as it was, but for what it has learned."""
         self.synchronize()
+        if self._usage is not None:
+            self._usage.close()
         self._deferral.close()
         self._hooks.close()
-        for hook in self._state_hooks:
-            hook.remove()
-        self._state_hooks.clear()
+        self._steps.close()
 
     # What happens in between.
 
@@ -368,9 +356,7 @@ class GradientSync:
                 self._reducer.wait(layer)
                 chosen += self.layers[layer].parameters
         self._awaited.release(chosen)
-        for step in self._steps:
-            step.take(chosen)
-        self._steps = [step for step in self._steps if len(step)]
+        self._steps.take(chosen)
 
     def _is_arrived(self, parameter: nn.Parameter) -> bool:
         return self._reducer.error is None and self._reducer.is_arrived(self._layer_of[id(parameter)])
