@@ -57,5 +57,8 @@ class ScheduleError(GpuFeedError):
     """A plan or a schedule cannot be carried out for this model: a part is missing, twice, or before what it needs."""
 
 
-class SyncError(GpuFeedError):
-    """Gradients cannot be reduced: ranks do not agree on a model or a step, or one of them is gone."""
+class SyncError(GpuFeedError, RuntimeError):
+    """Gradients cannot be reduced: ranks do not agree on a model or a step, or one of them is gone.
+
+    Also a `RuntimeError`, as what `DistributedDataParallel` raises then.
+    """

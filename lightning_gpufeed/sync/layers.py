@@ -44,12 +44,13 @@ class SyncLayer:
         return self.parameters[0].device, self.parameters[0].dtype
 
 
-def find_layers(model: nn.Module, deferrable: Collection[str]) -> list[SyncLayer]:
+def find_layers(model: nn.Module, deferrable: Collection[str], ignored: Collection[str] = ()) -> list[SyncLayer]:
     """The layers of a model, each parameter that requires a gradient in one of them.
 
     Args:
         model: Any module.
         deferrable: Names of modules whose weight gradient can wait.
+        ignored: Names of parameters to leave alone.
 
     Returns:
         In the order of `named_modules`; a parameter that several modules share belongs to the first. Parameters whose
@@ -58,8 +59,10 @@ def find_layers(model: nn.Module, deferrable: Collection[str]) -> list[SyncLayer
     layers, seen = [], set()
     for name, module in model.named_modules():
         own: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in module._parameters.values():
-            if parameter is None or not parameter.requires_grad or id(parameter) in seen or not parameter.numel():
+        for own_name, parameter in module._parameters.items():
+            if f"{name}.{own_name}".removeprefix(".") in ignored or parameter is None:
+                continue
+            if not parameter.requires_grad or id(parameter) in seen or not parameter.numel():
                 continue
             seen.add(id(parameter))
             if not is_sparse(module):

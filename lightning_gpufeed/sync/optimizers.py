@@ -14,12 +14,14 @@ Optimizer._opt_called, step._wrapped_by_lr_sched   schedulers wrap step, and war
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import optimizer as torch_optimizer
+
+from lightning_gpufeed.sync.awaited import AwaitedParameters
 
 __all__ = ["PendingStep", "PendingSteps", "why_inseparable"]
 
@@ -157,7 +159,7 @@ class PendingSteps:
         """Parameters that are not updated yet."""
         return sum(len(step) for step in self._steps)
 
-    def ask(self, optimizer: optim.Optimizer, waiting: Container[nn.Parameter]) -> None:
+    def ask(self, optimizer: optim.Optimizer, waiting: AwaitedParameters) -> None:
         """Ask for a step.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -56,16 +56,21 @@ class Ranks:
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
         self.group: Any = group_in_order(timeout)
 
-    def check_same(self, model: nn.Module) -> None:
+    def check_same(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         """Make sure that all ranks have parameters of the same names, shapes and types.
 
         Args:
             model: This rank's.
+            ignored: Names of parameters that may differ.
 
         Raises:
             SyncError: They do not; on every rank, which says where it differs from rank 0.
         """
-        own = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in model.named_parameters()]
+        own = [
+            (name, tuple(one.shape), str(one.dtype), one.requires_grad)
+            for name, one in model.named_parameters()
+            if name not in ignored
+        ]
         every: list[Any] = [None] * self.num_ranks
         distributed.all_gather_object(every, own)
         for rank, other in enumerate(every):
@@ -78,21 +83,24 @@ class Ranks:
                 )
                 raise SyncError(f"Rank {rank} has {what}; expected the same model on every rank. Build it alike.")
 
-    def broadcast(self, model: nn.Module) -> None:
+    def broadcast(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         """Take rank 0's parameters and buffers.
 
         Args:
             model: Changed in place.
+            ignored: Names of those to leave alone.
         """
-        self._broadcast([*(one.detach() for one in model.parameters()), *model.buffers()])
+        self._broadcast([one.detach() for name, one in model.named_parameters() if name not in ignored])
+        self.broadcast_buffers(model, ignored)
 
-    def broadcast_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         """Take rank 0's buffers.
 
         Args:
             model: Changed in place.
+            ignored: Names of those to leave alone.
         """
-        self._broadcast(model.buffers())
+        self._broadcast(one for name, one in model.named_buffers() if name not in ignored)
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():

@@ -102,8 +102,10 @@ class GradientSync:
         self._steps = PendingSteps(self.synchronize)
         self._deferral = Deferral(model, options.memory_cap_bytes)
         options.check(sum(any(True for _ in part.parameters(recurse=False)) for part in model.modules()))
-        ranks.check_same(model)
-        ranks.broadcast(model)
+        # The name under which DistributedDataParallel looks for them, with a dot before those of the model itself.
+        self._ignored = {name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+        ranks.check_same(model, self._ignored)
+        ranks.broadcast(model, self._ignored)
         self._compiled, is_borderless = compiled_parts(model)
         self.can_defer = can_defer and not is_borderless
         self._hooks = ModelHooks(model, self._before_forward, self._after_grad)
@@ -140,7 +142,7 @@ class GradientSync:
         names = tuple(name for name in names if self.can_defer and name not in self._compiled)
         self._parameters = list(self.model.parameters())
         self._trainable = {id(one) for one in self._parameters if one.requires_grad}
-        layers = find_layers(self.model, names)
+        layers = find_layers(self.model, names, self._ignored)
         self._tuner = Tuner(
             layers,
             self._options,
@@ -188,7 +190,7 @@ class GradientSync:
             if self.can_defer and self._usage is not None and not self._usage.first_use:
                 self._awaited.hold(one for layer in self.layers for one in layer.parameters)
         if self._has_buffers and self.are_buffers_due:
-            self.ranks.broadcast_buffers(self.model)
+            self.ranks.broadcast_buffers(self.model, self._ignored)
         # As in DistributedDataParallel: not after a forward that no gradient of which is reduced.
         self.are_buffers_due = torch.is_grad_enabled() and self.is_syncing
 
@@ -231,7 +233,7 @@ class GradientSync:
             raise SyncError(
                 f"{len(missing)} parameters got no gradient on rank {self.ranks.rank}, such as {missing[0]}; expected "
                 "one for each that requires it. Set find_unused_parameters=True if parts of the model are not always "
-                "used."
+                "used (strategy='out_of_order_find_unused_parameters_true')."
             )
         self._is_step_over = True
         times = self._tuner.times

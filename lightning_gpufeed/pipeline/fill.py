@@ -1,0 +1,200 @@
+"""Where weight gradients go: list scheduling into the time in which a rank would wait. Pure.
+
+Forwards and input gradients come in a given order on each rank, since other ranks wait for them. Nobody waits for a
+weight gradient, so it goes where there is nothing else to do, or where memory asks for it::
+
+    given     rank 0   F0 F1 .  I0 .  I1
+              rank 1   .  F0 I0 F1 I1
+    filled    rank 0   F0 F1 .  I0 W0 I1 W1       I1 has not arrived when I0 is done: W0 fills the wait
+              rank 1   .  F0 I0 F1 I1 W0 W1       the first rank waits for I: it comes before any W
+
+Each stage's weight gradients come in the order of its input gradients, so that sums over microbatches stay the same bit
+for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_gpufeed.pipeline.action import Action
+from lightning_gpufeed.pipeline.schedule import Schedule
+from lightning_gpufeed.pipeline.simulate import Clock, StageCosts
+
+__all__ = ["MemoryRule", "fill"]
+
+_PATIENCES = (0.5, 1.0, 0.0, 0.25, 0.75)
+"""Shares of a weight gradient which a wait must have to be filled with it, if it then lasts too long. None is best for
+all costs."""
+_UNIT = 1e-9
+"""Steps are told apart down to this share of one."""
+
+
+class MemoryRule(NamedTuple):
+    """What asks for a weight gradient before there is time for it.
+
+    Attributes:
+        max_live: Most activations that a rank may hold, from their forward to their weight gradient; None for no limit.
+        max_waiting: For each stage, most weight gradients that may wait when it begins an input gradient, plus one;
+            None for no limit. Empty for no limit on any.
+    """
+
+    max_live: int | None = None
+    max_waiting: tuple[int | None, ...] = ()
+
+
+@dataclass
+class _Rank:
+    """How far a rank is.
+
+    Attributes:
+        given: Its forwards and input gradients.
+        place: Of the next of these.
+        free_seconds: When it is done with what it does.
+        num_live: Activations that it holds.
+        waiting: Its weight gradients that wait, the oldest first.
+        taken: What it has done.
+    """
+
+    given: Sequence[Action]
+    place: int = 0
+    free_seconds: float = 0.0
+    num_live: int = 0
+    waiting: list[Action] = field(default_factory=list)
+    taken: list[Action] = field(default_factory=list)
+
+    def take(self, action: Action, end: float) -> None:
+        """Note that an action is done."""
+        self.free_seconds = end
+        self.taken.append(action)
+        if action.kind == "W":
+            self.waiting.remove(action)
+            self.num_live -= 1
+            return
+        self.place += 1
+        if action.kind == "F":
+            self.num_live += 1
+        else:
+            self.waiting.append(Action(action.stage, "W", action.microbatch))
+
+
+def fill(
+    given: Sequence[Sequence[Action]],
+    stage_to_rank: Sequence[int],
+    num_microbatches: int,
+    rule: MemoryRule,
+    costs: StageCosts | Sequence[StageCosts],
+    send_seconds: float | Sequence[float] = 0.0,
+) -> Schedule:
+    """Give every weight gradient a place.
+
+    Args:
+        given: For each rank its forwards and input gradients, in an order that can be carried out.
+        stage_to_rank: The rank of each stage.
+        num_microbatches: Of a batch.
+        rule: What memory allows.
+        costs: Of each stage, or of every stage. Only how they compare matters.
+        send_seconds: From each stage to the next, or from every stage.
+
+    Returns:
+        The schedule with the shortest step of those that differ in which waits are long enough.
+
+    Raises:
+        ValueError: The costs are not those of the stages.
+
+    Source:
+        The rule, and to try several, is the heuristic of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, 3.1.
+
+    Example:
+        >>> given = [[Action.parse(word) for word in line.split()] for line in ("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")]
+        >>> print(fill(given, (0, 1), 2, MemoryRule(), StageCosts()))
+        2 microbatches; stages on ranks 0 1
+        0F0 0F1 0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+    """
+    best: Schedule | None = None
+    least = 0.0
+    for patience in _PATIENCES:
+        filler = _Filler(given, stage_to_rank, rule, Clock(stage_to_rank, costs, send_seconds), patience)
+        ranks = filler.run()
+        step_seconds = max((rank.free_seconds for rank in ranks), default=0.0)
+        if best is None or step_seconds < least * (1 - _UNIT):
+            taken = tuple(tuple(rank.taken) for rank in ranks)
+            best, least = Schedule(taken, tuple(stage_to_rank), num_microbatches), step_seconds
+        if filler.is_exact:
+            break
+    assert best is not None
+    return best
+
+
+class _Filler:
+    """All ranks, event after event."""
+
+    def __init__(
+        self,
+        given: Sequence[Sequence[Action]],
+        stage_to_rank: Sequence[int],
+        rule: MemoryRule,
+        clock: Clock,
+        patience: float,
+    ) -> None:
+        """Begin a step."""
+        self._ranks = [_Rank(actions) for actions in given]
+        self._stage_to_rank, self._rule, self._clock, self._patience = stage_to_rank, rule, clock, patience
+        self.is_exact = True
+        """No wait was shorter than what would fill it, so that patience made no difference."""
+
+    def run(self) -> list[_Rank]:
+        """Take one action at a time, always one that begins first."""
+        choices = [self._choice(rank) for rank in self._ranks]
+        while True:
+            first = min(((choice[0], i) for i, choice in enumerate(choices) if choice), default=None)
+            if first is None:
+                return self._ranks
+            begin, index = first
+            choice = choices[index]
+            assert choice is not None
+            self._ranks[index].take(choice[1], self._clock.run(choice[1], begin))
+            for touched in {index, *self._receivers(choice[1])}:
+                choices[touched] = self._choice(self._ranks[touched])
+
+    def _receivers(self, action: Action) -> Iterator[int]:
+        """Ranks that may wait for it."""
+        if action.kind == "F" and action.stage + 1 < len(self._stage_to_rank):
+            yield self._stage_to_rank[action.stage + 1]
+        if action.kind == "I" and action.stage > 0:
+            yield self._stage_to_rank[action.stage - 1]
+
+    def _choice(self, rank: _Rank) -> tuple[float, Action] | None:
+        """What a rank does next, and when it begins; None while that is not known, or when it is done."""
+        free, oldest = rank.free_seconds, rank.waiting[0] if rank.waiting else None
+        if rank.place == len(rank.given):
+            return None if oldest is None else (free, oldest)
+        action = rank.given[rank.place]
+        asked = self._asked_for(rank, action)
+        if asked is not None:
+            return free, asked
+        ready = self._clock.ready_seconds(action)
+        if ready is not None and ready <= free:
+            return free, action
+        if oldest is None:
+            return None if ready is None else (ready, action)
+        if ready is not None:
+            lasts = self._clock.seconds["W"][oldest.stage]
+            if ready - free < lasts * (1 - _UNIT):
+                self.is_exact = False
+            if ready - free < lasts * self._patience:
+                return ready, action
+        return free, oldest
+
+    def _asked_for(self, rank: _Rank, action: Action) -> Action | None:
+        """The weight gradient that has to be done before an action, for memory."""
+        if action.kind == "F":
+            is_full = self._rule.max_live is not None and rank.num_live >= self._rule.max_live
+            return rank.waiting[0] if is_full and rank.waiting else None
+        cap = self._rule.max_waiting[action.stage] if self._rule.max_waiting else None
+        if cap is None:
+            return None
+        own = [one for one in rank.waiting if one.stage == action.stage]
+        return own[0] if len(own) >= cap else None
