@@ -110,11 +110,11 @@ class Ranks:
                 for work in works:
                     if work is not None:
                         work.wait()
-                for tensor, sent in pairs:
-                    if sent is not tensor and self.rank:
-                        tensor.copy_(sent)
             except RuntimeError as error:
                 raise peer_lost("sending buffers", error) from error
+            for tensor, sent in pairs:
+                if sent is not tensor and self.rank:
+                    tensor.copy_(sent)
 
     def decided(self, value: Any) -> Any:
         """What rank 0 says.

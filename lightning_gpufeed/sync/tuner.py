@@ -253,18 +253,14 @@ class Tuner:
 
 def _best(arms: Sequence[_Arm]) -> int:
     """The fastest that changes no order, unless another one beats it in all rounds but one, and by more than noise."""
+    # Round by round, as a machine may be slower in one of them for all.
     numbers = sorted(range(len(arms)), key=lambda number: arms[number].seconds)
     usual = next((number for number in numbers if arms[number].is_usual), numbers[0])
     best = numbers[0]
-    num_won = sum(one < other for one, other in zip(arms[best].windows, arms[usual].windows, strict=True))
-    gain = arms[usual].seconds - arms[best].seconds
-    noise = max(_MIN_GAIN * arms[usual].seconds, _spread(arms[usual]) + _spread(arms[best]))
-    return best if gain > noise and num_won >= len(arms[usual].windows) - 1 else usual
-
-
-def _spread(arm: _Arm) -> float:
-    """How far windows of one arm usually are from their median."""
-    return median(abs(one - arm.seconds) for one in arm.windows)
+    gains = [one - other for one, other in zip(arms[usual].windows, arms[best].windows, strict=True)]
+    gain = median(gains)
+    noise = max(_MIN_GAIN * arms[usual].seconds, median(abs(one - gain) for one in gains))
+    return best if gain > noise and sum(one > 0 for one in gains) >= len(gains) - 1 else usual
 
 
 def _described(plan: SyncPlan, layers: Sequence[SyncLayer]) -> str:
