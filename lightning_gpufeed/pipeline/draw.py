@@ -19,12 +19,13 @@ __all__ = ["chrome_trace", "draw", "draw_svg"]
 
 _IDLE, _BUSY = ".", "-"
 
-# Okabe and Ito's colours, with a text that stands out from each: apart for readers with any kind of colour blindness.
+# Any two stay apart for readers with any kind of colour blindness, and the text of each stands out from it;
+# tests/pipeline/test_draw.py simulates it.
 _LOOKS: dict[Kind, tuple[str, str, str]] = {
-    "F": ("#0072b2", "#ffffff", "forward"),
-    "I": ("#e69f00", "#000000", "input gradient"),
-    "W": ("#009e73", "#000000", "weight gradient"),
-    "B": ("#cc79a7", "#000000", "full backward"),
+    "F": ("#0b7bcb", "#000000", "forward"),
+    "I": ("#d45911", "#000000", "input gradient"),
+    "W": ("#94d1bd", "#000000", "weight gradient"),
+    "B": ("#673248", "#ffffff", "full backward"),
 }
 _INK = "#777777"  # stands out from white and from black alike
 _TOP, _LEFT, _ROW, _BOX = 34, 64, 36, 30  # pixels

@@ -15,8 +15,9 @@ from lightning_gpufeed.sync.gloo import group_in_order
 
 __all__ = ["Ranks", "peer_lost"]
 
-_PROBE_BYTES = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
-_PROBE_REPEATS = 3
+_PROBE_BYTES = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
+_PROBE_REPEATS = 4
+_PROBE_SECONDS = 0.3
 
 
 def peer_lost(what: str, error: RuntimeError) -> SyncError:
@@ -166,20 +167,22 @@ class Ranks:
         Returns:
             Pairs of bytes and seconds, means over the ranks: the same on every rank.
         """
-        sizes = [size for size in _PROBE_BYTES if size <= most_bytes] or [max(4, most_bytes)]
-        samples = []
-        for size in sizes:
+        samples: list[tuple[int, float]] = []
+        for size in [size for size in _PROBE_BYTES if size <= most_bytes] or [max(4, most_bytes)]:
             tensor = torch.zeros(size // 4, device=self.device)
-            for repeat in range(_PROBE_REPEATS + 1):
+            seconds = []
+            for _ in range(_PROBE_REPEATS + 1):
                 self._synchronized()
                 begin = time.perf_counter()
                 distributed.all_reduce(tensor, group=self.group)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
-                if repeat:
-                    samples.append((size // 4 * 4, time.perf_counter() - begin))
-        seconds = self.mean([sample for _, sample in samples])
-        return [(size, second) for (size, _), second in zip(samples, seconds, strict=True)]
+                seconds.append(time.perf_counter() - begin)
+            means = self.mean(seconds[1:])  # the first one may have to connect
+            samples += [(size // 4 * 4, one) for one in means]
+            if min(means) > _PROBE_SECONDS:
+                break  # a slow link need not be shown more
+        return samples
 
     def _synchronized(self) -> None:
         if self.device.type == "cuda":
