@@ -134,7 +134,7 @@ class _Grads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, task: Task, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         ctx.task = task
-        return task.weight.new_empty(())
+        return task.weight.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
