@@ -139,6 +139,17 @@ class WeightGradSplitter:
         """The layers that wait."""
         return tuple(name for name in self._layers if name in self._order.deferred and name not in self.reasons)
 
+    def is_split(self, name: str) -> bool:
+        """Whether a layer's weight gradient is computed apart from its input gradient, at once or later.
+
+        Args:
+            name: Of any module.
+
+        Returns:
+            True for those that wait, and for those that others wait for.
+        """
+        return name in self._layers and name not in self.reasons
+
     @property
     def num_pending(self) -> int:
         """Weight gradients that wait at the moment."""

@@ -14,19 +14,22 @@ for bit.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.pipeline.simulate import Clock, StageCosts
+from lightning_gpufeed.pipeline.validate import in_order
 
 __all__ = ["MemoryRule", "fill"]
 
 _PATIENCES = (0.5, 1.0, 0.0, 0.25, 0.75)
-"""Shares of a weight gradient which a wait must have to be filled with it, if it then lasts too long. None is best for
-all costs."""
+"""A wait that is too short for a weight gradient is filled all the same if it has at least this share of its length. No
+share is best for all costs."""
 _UNIT = 1e-9
 """Steps are told apart down to this share of one."""
 
@@ -36,8 +39,8 @@ class MemoryRule(NamedTuple):
 
     Attributes:
         max_live: Most activations that a rank may hold, from their forward to their weight gradient; None for no limit.
-        max_waiting: For each stage, most weight gradients that may wait when it begins an input gradient, plus one;
-            None for no limit. Empty for no limit on any.
+        max_waiting: For each stage, most weight gradients that may wait at a time; None for no limit on one, empty for
+            none on any.
     """
 
     max_live: int | None = None
@@ -102,6 +105,7 @@ def fill(
 
     Raises:
         ValueError: The costs are not those of the stages.
+        ScheduleError: The given order would hang, or holds more activations than the rule allows.
 
     Source:
         The rule, and to try several, is the heuristic of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, 3.1.
@@ -118,6 +122,8 @@ def fill(
     for patience in _PATIENCES:
         filler = _Filler(given, stage_to_rank, rule, Clock(stage_to_rank, costs, send_seconds), patience)
         ranks = filler.run()
+        if any(rank.place < len(rank.given) for rank in ranks):
+            deque(in_order(Schedule(tuple(map(tuple, given)), tuple(stage_to_rank), num_microbatches)))  # raises
         step_seconds = max((rank.free_seconds for rank in ranks), default=0.0)
         if best is None or step_seconds < least * (1 - _UNIT):
             taken = tuple(tuple(rank.taken) for rank in ranks)
@@ -191,8 +197,14 @@ class _Filler:
     def _asked_for(self, rank: _Rank, action: Action) -> Action | None:
         """The weight gradient that has to be done before an action, for memory."""
         if action.kind == "F":
-            is_full = self._rule.max_live is not None and rank.num_live >= self._rule.max_live
-            return rank.waiting[0] if is_full and rank.waiting else None
+            if self._rule.max_live is None or rank.num_live < self._rule.max_live:
+                return None
+            if not rank.waiting:
+                raise ScheduleError(
+                    f"{action} comes while its rank holds {rank.num_live} activations; expected at most "
+                    f"{self._rule.max_live} with it. Put an input gradient before it, or allow more."
+                )
+            return rank.waiting[0]
         cap = self._rule.max_waiting[action.stage] if self._rule.max_waiting else None
         if cap is None:
             return None

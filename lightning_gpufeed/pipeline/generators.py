@@ -26,8 +26,11 @@ one_f_one_b    (P-1) (F+I+W)                        P - rank
 interleaved    (P-1) (F+I+W) / v                    P + (P-1) / v on the first rank
 fast_forward   (P-1) (F+I) / v                      M, all microbatches
 zero_bubble    (P-1) max(F, I, F+I-W) / v           P
-zbv            (P-1) max(F, I) / 2                  P
+zbv            (P-1) max(F, I) / 2, or more         P
 =============  ===================================  ===================================
+
+That of zbv is exact for F = I = W: each rank works without a pause, and only begins and ends at another time. That of
+zero_bubble may be more if M is no multiple of P.
 """
 
 from __future__ import annotations
@@ -199,7 +202,8 @@ def zero_bubble(
     """1F1B in which weight gradients fill the waits: ZB-H1, also called ZB1P; with several stages, interleaved.
 
     No rank holds more activations than the first rank of 1F1B: as many as `num_ranks` microbatches have in all of its
-    stages. An activation counts until its weight gradient is done.
+    stages, and a few more where the microbatches are no multiple of the ranks. An activation counts until its weight
+    gradient is done.
 
     Args:
         num_ranks: That share the model.
@@ -215,7 +219,7 @@ def zero_bubble(
         ValueError: A number is not positive, or the costs are not those of the stages.
 
     Source:
-        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.3.
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1.
 
     Example:
         >>> print(zero_bubble(2, 3))
@@ -259,7 +263,7 @@ def zbv(
             stages.
 
     Source:
-        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 (ZB-V).
+        Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 (ZB-V).
 
     Example:
         >>> print(zbv(2, 2))
@@ -278,11 +282,9 @@ def zbv(
 
 
 def _check(num_ranks: int, num_microbatches: int, num_virtual: int) -> None:
-    for name, value in (
-        ("num_ranks", num_ranks),
-        ("num_microbatches", num_microbatches),
-        ("num_virtual", num_virtual),
-    ):
+    """Numbers that are counts."""
+    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_virtual": num_virtual}
+    for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a whole number, at least 1.")
 

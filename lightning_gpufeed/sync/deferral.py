@@ -63,7 +63,7 @@ class Deferral:
         Returns:
             True if it is.
         """
-        return self._splitter is not None and name in self._splitter.names
+        return self._splitter is not None and self._splitter.is_split(name)
 
     def is_incomplete(self, name: str) -> bool:
         """Whether more is to come to the gradient of a module.

@@ -238,7 +238,7 @@ class GradientSync:
         self._is_step_over = True
         times = self._tuner.times
         if times is not None:
-            times.note("wait")
+            times.note("copied")
         if self.plan.cross_iteration and self.can_cross and self.can_defer:
             for parameter in self._awaited.hold(one for layer in self.layers for one in layer.parameters):
                 self._reducer.wait(self._layer_of[id(parameter)])
@@ -259,8 +259,12 @@ class GradientSync:
             self.synchronize()
         if len(self._awaited):
             self._steps.ask(optimizer, self._awaited)
-        else:
-            optimizer.step()
+            return
+        if self._tuner.times is not None:
+            self._tuner.times.note("update")
+        optimizer.step()
+        if self._tuner.times is not None:
+            self._tuner.times.note("updated")
 
     def synchronize(self) -> None:
         """Wait for all gradients, and take all steps that were asked for. Does nothing if nothing is pending.

@@ -23,13 +23,17 @@ class StepSeconds:
         input_grad: Of each layer, from the layer after it to its own input gradient; with the weight gradient where
             both are computed at once.
         weight_grad: Of each layer; 0 where it is part of the other.
-        other: All the rest but for waiting: the optimizer, the loop, earlier microbatches.
+        copies: Of all gradients into the buckets.
+        updates: Of all parameters.
+        other: All the rest but for waiting: the loop, earlier microbatches.
         deferred_bytes: What each layer's weight gradient keeps alive while it waits.
     """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
+    copies: float
+    updates: float
     other: float
     deferred_bytes: tuple[int, ...] = ()
 
@@ -39,7 +43,7 @@ class StepSeconds:
         Returns:
             As `of_numbers` reads them.
         """
-        return [*self.forward, *self.input_grad, *self.weight_grad, self.other]
+        return [*self.forward, *self.input_grad, *self.weight_grad, self.copies, self.updates, self.other]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float], deferred_bytes: tuple[int, ...]) -> StepSeconds:
@@ -52,9 +56,10 @@ class StepSeconds:
         Returns:
             The step.
         """
-        n = len(numbers) // 3
+        n = (len(numbers) - 3) // 3
         parts = [tuple(numbers[i * n : (i + 1) * n]) for i in range(3)]
-        return cls(parts[0], parts[1], parts[2], numbers[-1], deferred_bytes)
+        copies, updates, other = numbers[3 * n :]
+        return cls(parts[0], parts[1], parts[2], copies, updates, other, deferred_bytes)
 
 
 def medians(steps: Sequence[StepSeconds]) -> StepSeconds:
@@ -75,7 +80,7 @@ class StepTimes:
 
     ::
 
-        step | other | F0 | F1 | F2 | I2 | W2 | I1 | W1 | B0 | waiting | other | next step
+        step | other | F0 | F1 | F2 | I2 | W2 | I1 | W1 | B0 | copies | waiting | updates | other | next step
     """
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
@@ -95,7 +100,7 @@ class StepTimes:
 
         Args:
             kind: "step", "forward", "F" a layer's forward begins, "backward" begins, "I", "W", "B" a layer's gradients
-                are there, "wait" begins, "waited".
+                are there, "copied" all are in their buckets, "waited" for their arrival, "update" begins, "updated".
             layer: Which.
         """
         self._events.append((kind, layer, self._marks.mark()))
@@ -129,7 +134,7 @@ class StepTimes:
         starts = [place for place, event in enumerate(events) if event[0] == "forward"]
         if not starts:
             return None
-        waiting = part = 0.0
+        waiting = part = copies = updates = 0.0
         running, before = -1, events[starts[-1]][2]
         total = self._marks.seconds(events[0][2], events[-1][2])
         for kind, layer, mark in events[starts[-1] + 1 : -1]:
@@ -145,13 +150,19 @@ class StepTimes:
             elif kind == "W":
                 weight_grad[layer] += seconds
                 part += seconds
+            elif kind == "copied":
+                copies += seconds
             elif kind == "waited":
                 waiting += seconds
+            elif kind == "updated":
+                updates += seconds
             before = mark
         return StepSeconds(
             tuple(forward),
             tuple(input_grad),
             tuple(weight_grad),
-            max(0.0, total - part - waiting),
+            copies,
+            updates,
+            max(0.0, total - part - waiting - copies - updates),
             tuple(self._deferred),
         )

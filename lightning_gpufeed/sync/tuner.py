@@ -173,8 +173,13 @@ class Tuner:
     def _costs(self, step: StepSeconds | None = None) -> list[LayerCosts]:
         """The layers as plans see them."""
         costs = []
+        num_bytes = sum(layer.gradient_bytes for layer in self.layers)
         for i, layer in enumerate(self.layers):
-            parts = (step.forward[i], step.input_grad[i], step.weight_grad[i]) if step else (0.0, 0.0, 0.0)
+            parts = (0.0, 0.0, 0.0)
+            if step is not None:  # a gradient is copied when it is there, a parameter updated before its forward
+                share = layer.gradient_bytes / num_bytes
+                copy, update = share * step.copies, share * step.updates
+                parts = (step.forward[i] + update, step.input_grad[i], step.weight_grad[i] + copy)
             deferred_bytes = step.deferred_bytes[i] if step else 0
             costs.append(LayerCosts(layer.name, *parts, layer.gradient_bytes, deferred_bytes, layer.is_deferrable))
         return costs
