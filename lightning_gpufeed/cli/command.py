@@ -1,4 +1,4 @@
-"""The `gpufeed` command: `gpufeed pack SOURCE OUT.h5`, `gpufeed inspect FILE` and `gpufeed bench FILE`.
+"""The `gpufeed` command: `pack SOURCE OUT.h5`, `inspect FILE`, `bench FILE` and `plan LAYERS.csv`.
 
 Results go to stdout; progress, warnings and errors to stderr. An error is one sentence; GPUFEED_DEBUG=1 adds the
 traceback. Exit codes: 2 for what cannot be done as asked, 130 after Ctrl-C, 141 when nobody reads the output, else 0.
@@ -18,12 +18,14 @@ from jsonargparse import ArgumentError
 import lightning_gpufeed
 from lightning_gpufeed.cli.messages import error_text, say, usage_text, warnings_as_lines
 from lightning_gpufeed.cli.options import build_parser
+from lightning_gpufeed.cli.plan import plan_model, read_layers, render_plan, save_picture, transformer_layers
 from lightning_gpufeed.cli.progress import show_progress
 from lightning_gpufeed.errors import GpuFeedError
 from lightning_gpufeed.hdf5.inspection import inspect_file
 from lightning_gpufeed.hdf5.journal import Journal, OutputPaths
 from lightning_gpufeed.hdf5.report import bytes_text, render_report
 from lightning_gpufeed.hdf5.writer import PackReport, pack, verify
+from lightning_gpufeed.sync.costs import LinkCosts
 
 __all__ = ["main"]
 
@@ -44,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    commands: dict[str, Callable[[dict[str, Any]], None]] = {"pack": _pack, "inspect": _inspect, "bench": _bench}
+    commands: dict[str, Callable[[dict[str, Any]], None]] = {
+        "pack": _pack,
+        "inspect": _inspect,
+        "bench": _bench,
+        "plan": _plan,
+    }
     try:
         options = build_parser(lightning_gpufeed.__version__).parse_args(argv)
     except ArgumentError as error:
@@ -146,3 +153,29 @@ def _bench(arguments: dict[str, Any]) -> None:
     is_json, step_milliseconds = arguments.pop("json"), arguments.pop("step_ms")
     report = bench_file(arguments.pop("file"), **arguments, step_seconds=step_milliseconds / 1000)
     print(json.dumps(report.as_dict(), indent=2) if is_json else render_bench(report))
+
+
+def _plan(arguments: dict[str, Any]) -> None:
+    if (arguments["file"] is None) == (arguments["layers"] is None):
+        raise ValueError("expected either LAYERS.csv or --layers, and not both")
+    for name in ("ranks", "microbatches", "hidden", "tokens", "layers"):
+        if arguments[name] is not None and arguments[name] < 1:
+            raise ValueError(f"--{name} is {arguments[name]}; expected at least 1")
+    if arguments["tflops"] <= 0:
+        raise ValueError(f"--tflops is {arguments['tflops']:g}; expected more than 0")
+    layers = (
+        read_layers(arguments["file"])
+        if arguments["layers"] is None
+        else transformer_layers(arguments["layers"], arguments["hidden"], arguments["tokens"], arguments["tflops"])
+    )
+    rate, cap = arguments["link_gbit"], arguments["memory_gb"]
+    report = plan_model(
+        layers,
+        num_ranks=arguments["ranks"],
+        num_microbatches=arguments["microbatches"],
+        link=None if rate is None else LinkCosts(arguments["latency_us"] / 1e6, rate * 1e9 / 8),
+        memory_cap_bytes=None if cap is None else round(cap * 1e9),
+    )
+    if arguments["svg"] is not None:
+        save_picture(report, layers, arguments["svg"])
+    print(json.dumps(report.as_dict(), indent=2) if arguments["json"] else render_plan(report, layers))

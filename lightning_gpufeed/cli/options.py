@@ -29,6 +29,14 @@ half a step of that length is pretended after each batch.
 """
 
 
+_LAYERS = """\
+LAYERS.csv has a line per layer in the order of forward, for one microbatch, with the columns
+  name, forward_ms, input_grad_ms, weight_grad_ms, gradient_mb, activation_mb
+
+With --ranks every pipeline schedule is simulated; with --link-gbit and one rank, the orders of data parallel training.
+"""
+
+
 def build_parser(version: str) -> ArgumentParser:
     """Make the parser of the whole command line.
 
@@ -58,7 +66,27 @@ def build_parser(version: str) -> ArgumentParser:
     benching = ArgumentParser(description=text, formatter_class=_HELP)
     _add_bench_options(benching)
     commands.add_subcommand("bench", benching, help="say how fast an HDF5 file can be fed, and what limits that")
+    text = f"Find the fastest order of a step for a model, before there is a training.\n\n{_LAYERS}"
+    planning = ArgumentParser(description=text, formatter_class=_HELP)
+    _add_plan_options(planning)
+    commands.add_subcommand("plan", planning, help="find the fastest order of a step for a model, by simulation")
     return parser
+
+
+def _add_plan_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", nargs="?", metavar="LAYERS.csv", help="measured layers, see above")
+    add("--layers", type=_whole, metavar="N", help="in place of a file: blocks of a transformer")
+    add("--hidden", type=_whole, default=1024, metavar="N", help="their width (default: 1024)")
+    add("--tokens", type=_whole, default=4096, metavar="N", help="tokens of a microbatch (default: 4096)")
+    add("--tflops", type=_number, default=100.0, metavar="F", help="what a device does in a second (default: 100)")
+    add("--ranks", type=_whole, default=1, metavar="N", help="devices that share a model (default: 1: no pipeline)")
+    add("--microbatches", type=_whole, default=1, metavar="N", help="of a batch (default: 1)")
+    add("--link-gbit", type=_number, metavar="F", help="rate of the link between devices in Gbit/s")
+    add("--latency-us", type=_number, default=20.0, metavar="F", help="of a message, in microseconds (default: 20)")
+    add("--memory-gb", type=_number, metavar="F", help="most memory for activations on a device")
+    add("--svg", metavar="FILE", help="write the best schedule as a picture")
+    add("--json", action="store_true", help="print the report as JSON")
 
 
 def _add_pack_options(parser: ArgumentParser) -> None:
