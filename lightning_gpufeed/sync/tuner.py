@@ -150,7 +150,7 @@ class Tuner:
         places = {id(layer): place for place, layer in enumerate(self.layers)}
         order = self._ranks.decided([places[id(layer)] for layer in in_order(self.layers, usage.first_use)])
         is_odd = self._ranks.maximum([not usage.is_certain(layer) for layer in self.layers])
-        is_shared = self._ranks.maximum([usage.is_reused(layer) for layer in self.layers])
+        is_shared = self._ranks.maximum([usage.is_reused(one) or not one.is_deferrable for one in self.layers])
         self.layers = [self.layers[place] for place in order]
         for i, place in enumerate(order):
             if is_shared[place] or is_odd[place]:
