@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpufeed.backprop.engine import Anchor, backward_number, is_transformed
+from lightning_gpufeed.backprop.engine import Anchor, at_end_of_backward, backward_number, is_transformed
 from lightning_gpufeed.backprop.kernels import Kernels, find_kernels, is_splittable
 from lightning_gpufeed.backprop.node import Note, SplitCall, autocast
 from lightning_gpufeed.backprop.order import BackwardOrder
@@ -128,6 +128,9 @@ class WeightGradSplitter:
         self._queue = TaskQueue()
         self.peak_bytes = 0
         """The most that waited at a time."""
+        self.is_deferring = True
+        """False: what a backward leaves waiting is computed at its end, before the call of it returns."""
+        self._ending = -1
         self._is_running = False
         self._missing: dict[str, int] = {}
         self._anchors: dict[torch.device, Anchor] = {}
@@ -189,6 +192,9 @@ class WeightGradSplitter:
         if layer.foreign_number == number:
             self._leave(layer)
         self._queue.add(layer.name, weight, bias, number, call)
+        if not self.is_deferring and self._ending != number:
+            self._ending = number
+            at_end_of_backward(self.finish)
         if self._on_input_grad is not None:
             self._on_input_grad(layer.name)
         if self._cap is not None and self._queue.num_bytes > self._cap:

@@ -52,11 +52,10 @@ class OutOfOrderStrategy(DDPStrategy):
     Hook                                what it does
     ==================================  =============================================================================
     setup                               rank 0's parameters to all; hooks on parameters and modules
-    training_step, validation_step      rank 0's buffers to all, as in DDP
+    training_step, validation_step      rank 0's buffers to all, as in DDP; before validation nothing is on its way
     backward                            gradients are sent as they come; weight gradients that waited
     optimizer_step                      the step is noted; a parameter is updated when it is used next
-    on_validation_start, on_train_end,  all that is on its way is waited for (`synchronize`)
-    checkpoints
+    on_train_end, checkpoints           all that is on its way is waited for (`synchronize`)
     teardown                            hooks are taken off; after an error nothing waits for other ranks
     ==================================  =============================================================================
 
@@ -188,6 +187,7 @@ class OutOfOrderStrategy(DDPStrategy):
             find_unused_parameters=self._find_unused_parameters,
             broadcast_buffers=self._broadcast_buffers,
             can_defer=self._is_automatic() and getattr(self.lightning_module, "_compiler_ctx", None) is None,
+            reduces_untold=not self._is_automatic(),
             on_message=self._say,
         )
         if self._verify_every and self.lightning_module.automatic_optimization:
@@ -292,7 +292,8 @@ class OutOfOrderStrategy(DDPStrategy):
         assert self._trainer is not None
         loss = loss / self._trainer.accumulate_grad_batches
         scaler = getattr(self.precision_plugin, "scaler", None)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        assert self.lightning_module is not None
+        self.lightning_module.backward(loss if scaler is None else scaler.scale(loss))
 
     def optimizer_step(
         self,
@@ -361,10 +362,6 @@ class OutOfOrderStrategy(DDPStrategy):
                 f"weight gradients that waited kept at most {self._sync.peak_deferred_bytes / 1e6:.4g} MB alive"
                 + ("." if cap is None else f", of {cap / 1e6:.4g} MB allowed.")
             )
-
-    def on_validation_start(self) -> None:
-        """Nothing is left on its way."""
-        self.synchronize()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, all updates taken.

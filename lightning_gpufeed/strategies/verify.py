@@ -14,6 +14,7 @@ from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.recover.attributes import AttributeStates
 from lightning_gpufeed.recover.metrics import MetricStates, find_metrics
 from lightning_gpufeed.recover.snapshot import GeneratorStates
+from lightning_gpufeed.sync.awaited import unsettled
 from lightning_gpufeed.sync.optimizers import PendingStep
 from lightning_gpufeed.sync.session import GradientSync
 
@@ -64,7 +65,9 @@ class StepVerifier:
             SyncError: The runs differ.
         """
         before = _States(self._module, self._device)
-        copies = {id(buffer): buffer.detach().clone() for buffer in self._module.buffers()}
+        # Frozen parameters may be moved by the step itself, as a teacher's are.
+        fixed = [*self._module.buffers(), *(one for one in unsettled(self._module) if not one.requires_grad)]
+        copies = {id(one): one.detach().clone() for one in fixed}
         output = run()
         self._sync.synchronize()
         after = _States(self._module, self._device)
@@ -192,15 +195,17 @@ class _States:
 
 @contextmanager
 def _exchanged(module: nn.Module, copies: Mapping[int, Tensor]) -> Iterator[None]:
-    """A module has other buffers for a time."""
-    places = [(owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
-    for buffers, name, buffer in places:
-        buffers[name] = copies.get(id(buffer), buffer)
+    """A module has other buffers and frozen parameters for a time."""
+    tables: list[dict[str, Any]] = [table for one in module.modules() for table in (one._buffers, one._parameters)]
+    places = [(table, name, one) for table in tables for name, one in table.items() if id(one) in copies]
+    for table, name, one in places:
+        copy = copies[id(one)]
+        table[name] = nn.Parameter(copy, requires_grad=False) if isinstance(one, nn.Parameter) else copy
     try:
         yield
     finally:
-        for buffers, name, buffer in places:
-            buffers[name] = buffer
+        for table, name, one in places:
+            table[name] = one
 
 
 @contextmanager

@@ -18,13 +18,13 @@ such as `p.data` that was made before the step shows the old numbers until the p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AwaitedParameters", "ParameterTable"]
+__all__ = ["AwaitedParameters", "ParameterTable", "unsettled"]
 
 # What a tensor is, as against what is in it or what belongs to it. Reading these needs no waiting.
 _DESCRIPTIONS = {
@@ -201,6 +201,19 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         for parameter in dict.values(self):
             if type(parameter) is _AwaitedParameter:
                 _settle(parameter)
+
+
+def unsettled(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module without settling one.
+
+    Args:
+        module: Any, with its submodules.
+
+    Yields:
+        Each as often as it is there.
+    """
+    for part in module.modules():
+        yield from (one for one in dict.values(part._parameters) if one is not None)
 
 
 def _find(value: Any, found: list[nn.Parameter]) -> None:

@@ -53,6 +53,7 @@ class Deferral:
                 on_input_grad=None if times is None else self._note_input_grad,
                 on_grad=None if times is None else self._note_weight_grad,
             )
+            self._splitter.is_deferring = False
 
     def is_split(self, name: str) -> bool:
         """Whether a module's weight gradient is computed apart from its input gradient.
@@ -84,6 +85,15 @@ class Deferral:
         """
         if self._splitter is not None:
             self._splitter.is_open = is_open
+
+    def defer(self, is_deferring: bool) -> None:
+        """Whether weight gradients may wait longer than the backward that begins.
+
+        Args:
+            is_deferring: False for a backward of which nobody will say that it has ended.
+        """
+        if self._splitter is not None:
+            self._splitter.is_deferring = is_deferring
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -72,6 +72,7 @@ class GradientSync:
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         can_defer: bool = True,
+        reduces_untold: bool = False,
         on_message: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Make all ranks start from the parameters and buffers of rank 0.
@@ -83,6 +84,8 @@ class GradientSync:
             find_unused_parameters: Whether a parameter may have no gradient in a step, on some ranks or on all.
             broadcast_buffers: Whether each forward starts from rank 0's buffers.
             can_defer: Whether weight gradients may wait, and updates cross into the next forward.
+            reduces_untold: Whether gradients are also reduced in a backward that `backward_begins` was not called for.
+                If not, they stay this rank's own, as in an inner loop of a training step.
             on_message: Told what was decided, in one line, on every rank.
 
         Raises:
@@ -91,6 +94,7 @@ class GradientSync:
         """
         self.model, self.ranks, self._options = model, ranks, options
         self._find_unused, self._on_message = find_unused_parameters, on_message
+        self._reduces_untold = reduces_untold
         self._has_buffers = broadcast_buffers and any(True for _ in model.buffers())
         self.can_cross = can_defer
         """Whether the next step may be taken in the next forward; else it is an ordinary one."""
@@ -213,6 +217,7 @@ class GradientSync:
                 self._usage.look_at(loss)
         self._is_in_backward = True
         self._deferral.discard()  # of a backward that has failed
+        self._deferral.defer(True)
         if self.is_syncing:
             self._reducer.begin()
 
@@ -223,6 +228,7 @@ class GradientSync:
             SyncError: Another rank is gone, or a parameter has no gradient and `find_unused_parameters` is not set.
         """
         self._deferral.finish()
+        self._deferral.defer(False)
         self._is_in_backward = False
         if self._usage is not None:
             self._usage.is_in_backward = False
@@ -381,6 +387,8 @@ class GradientSync:
         if layer is None:
             return
         if not self._is_in_backward:  # a backward that the loop did not tell of
+            if not self._reduces_untold:
+                return
             self.backward_begins()
             at_end_of_backward(self.backward_ends)
         if self._usage is not None:

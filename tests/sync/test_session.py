@@ -529,8 +529,24 @@ def test_a_copy_of_a_model_under_sync_trains_by_itself(ranks, how, options):
     training.run(1).sync.close()
 
 
-def test_a_backward_that_the_loop_did_not_tell_of_is_reduced(ranks):
+def test_a_backward_that_the_loop_did_not_tell_of_leaves_this_rank_its_own_gradients(ranks):
     training = Training(ranks).run(2)
+    x, y = batch(0, 2)
+    training.sync.forward_begins()
+    loss = F.cross_entropy(training.model(x), y)
+    training.sync.synchronize()
+    training.optimizer.zero_grad()
+    loss.backward()
+    assert training.sync.num_pending == 0
+    found = [one.grad.clone() for one in training.model.parameters()]
+    training.sync.close()
+    training.optimizer.zero_grad()
+    F.cross_entropy(training.model(x), y).backward()
+    assert all(torch.equal(one.grad, own) for one, own in zip(training.model.parameters(), found, strict=True))
+
+
+def test_a_backward_that_the_loop_did_not_tell_of_is_reduced_if_that_is_asked_for(ranks):
+    training = Training(ranks, reduces_untold=True).run(2)
     x, y = batch(0, 2)
     training.sync.forward_begins()
     loss = F.cross_entropy(training.model(x), y)

@@ -51,9 +51,10 @@ def test_each_part_of_a_step_gets_its_time(clock):
         times,
         clock,
         *("forward 1", "F0 2", "F1 4", "F2 8", "backward 16", "I2 32", "W2 64", "I1 128", "W1 256", "B0 512"),
-        *("wait 1024", "waited 2048"),
+        *("copied 1024", "waited 2048", "update 4096", "updated 8192"),
     )
-    assert step == StepSeconds((4.0, 8.0, 16.0), (512.0, 128.0, 32.0), (0.0, 256.0, 64.0), 1 + 2 + 1024, (0, 0, 0))
+    parts = (4.0, 8.0, 16.0), (512.0, 128.0, 32.0), (0.0, 256.0, 64.0)
+    assert step == StepSeconds(*parts, copies=1024, updates=8192, other=1 + 2 + 4096, deferred_bytes=(0, 0, 0))
 
 
 def test_waiting_is_no_part_of_a_step_and_all_else_is(clock):
@@ -98,19 +99,19 @@ def test_of_the_bytes_of_a_layer_the_most_are_kept(clock):
 
 
 def test_numbers_of_a_step_can_be_read_back():
-    step = StepSeconds((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), 7.0, (8, 9))
-    assert step.numbers() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    step = StepSeconds((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), 7.0, 8.0, 9.0, (10, 11))
+    assert step.numbers() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
     assert StepSeconds.of_numbers(step.numbers(), step.deferred_bytes) == step
-    assert StepSeconds.of_numbers([7.0], ()) == StepSeconds((), (), (), 7.0)
+    assert StepSeconds.of_numbers([7.0, 8.0, 9.0], ()) == StepSeconds((), (), (), 7.0, 8.0, 9.0)
 
 
 def test_medians_are_taken_of_each_part_by_itself():
     steps = [
-        StepSeconds((1.0,), (30.0,), (2.0,), 100.0, (1,)),
-        StepSeconds((3.0,), (10.0,), (2.0,), 300.0, (1,)),
-        StepSeconds((2.0,), (20.0,), (9.0,), 200.0, (4,)),
+        StepSeconds((1.0,), (30.0,), (2.0,), 6.0, 1.0, 100.0, (1,)),
+        StepSeconds((3.0,), (10.0,), (2.0,), 5.0, 9.0, 300.0, (1,)),
+        StepSeconds((2.0,), (20.0,), (9.0,), 4.0, 2.0, 200.0, (4,)),
     ]
-    assert medians(steps) == StepSeconds((2.0,), (20.0,), (2.0,), 200.0, (4,))
+    assert medians(steps) == StepSeconds((2.0,), (20.0,), (2.0,), 5.0, 2.0, 200.0, (4,))
 
 
 @pytest.mark.gpu

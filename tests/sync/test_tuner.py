@@ -115,7 +115,7 @@ SLOW_LINK = LinkCosts(0.0, 64 * 65 * 4 / 1.0)
 def one_second_each(monkeypatch):
     """Measurements as they would be of a model whose network is the bottleneck."""
     ones = (1.0,) * NUM_LAYERS
-    step = StepSeconds(ones, ones, ones, 0.0, (100,) * NUM_LAYERS)
+    step = StepSeconds(ones, ones, ones, 0.0, 0.0, 0.0, (100,) * NUM_LAYERS)
     monkeypatch.setattr(
         tuner_module,
         "medians",
