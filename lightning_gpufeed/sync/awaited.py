@@ -198,9 +198,12 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         return self.copy() | other
 
     def _settle_all(self) -> None:
+        """All that are awaited anywhere: who walks through a table may move memory that gradients share."""
         for parameter in dict.values(self):
             if type(parameter) is _AwaitedParameter:
-                _settle(parameter)
+                owner = _owners.get(id(parameter))
+                for other in [parameter] if owner is None else owner.held():
+                    _settle(other)
 
 
 def unsettled(module: nn.Module) -> Iterator[nn.Parameter]:

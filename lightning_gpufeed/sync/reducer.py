@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from lightning_gpufeed.sync.plan import Bucket
 from lightning_gpufeed.sync.ranks import peer_lost
 
 __all__ = ["Reducer"]
+
+_POLL_SECONDS = 0.005
 
 
 class Reducer:
@@ -168,6 +171,22 @@ class Reducer:
         if layer in self._unused and self._has_unused and self._used_on_host is None:
             return False
         return all(work.is_completed() for bucket in self._buckets_of[layer] for work in self._works[bucket])
+
+    def is_arrived_by(self, layer: int, deadline: float) -> bool:
+        """Whether a layer's gradients arrive in time, if nobody knows whether they come at all.
+
+        Args:
+            layer: Which.
+            deadline: Of `time.monotonic`.
+
+        Returns:
+            False also if a message of another layer has failed.
+        """
+        while not self.is_arrived(layer):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return self.error is None
 
     def _copy(self, layer: int) -> None:
         """Scale a layer's gradients into their bucket, and let `.grad` be what is there."""

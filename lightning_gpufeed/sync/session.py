@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,6 +36,8 @@ from lightning_gpufeed.sync.tuner import Tuner
 from lightning_gpufeed.sync.usage import Usage
 
 __all__ = ["GradientSync"]
+
+_PATIENCE_SECONDS = 5.0
 
 
 class GradientSync:
@@ -173,8 +176,6 @@ class GradientSync:
         places = {layer.module_name: i for i, layer in enumerate(self.layers)}
         self._deferral.use(self._tuner.backward_order(), places, self._tuner.times)
 
-    # What the loop tells, in this order.
-
     def forward_begins(self) -> None:
         """A forward begins, in training or not.
 
@@ -310,13 +311,22 @@ class GradientSync:
         self._steps.watch_state(optimizer)
 
     def abandon(self) -> None:
-        """After an error: take the steps whose gradients have arrived, wait for no other rank, forget the rest."""
-        held = self._awaited.held()
-        arrived = [one for one in held if self._usage is None and self._is_arrived(one)]
+        """After an error: take the steps whose gradients arrive within seconds, and forget the rest.
+
+        Another rank may be gone; if it is not, it has sent what this one waits for, and will not send more.
+        """
+        held = [] if self._usage is not None else self._awaited.held()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         with suppress(SyncError):  # a message that has failed is no longer on its way either
-            for parameter in arrived:
-                self._awaited.settle(parameter)
-        self._awaited.release(held)
+            for parameter in held:
+                if self._reducer.is_arrived_by(self._layer_of[id(parameter)], deadline):
+                    self._awaited.settle(parameter)
+        if self._steps.num_left:
+            self._on_message(
+                f"{self._steps.num_left} parameters keep their values of before the last step on rank "
+                f"{self.ranks.rank}, as their gradients did not arrive; go on from a checkpoint."
+            )
+        self._awaited.release(self._awaited.held())
         self._steps.forget()
         self._deferral.discard()
         self._is_in_backward = False
@@ -329,8 +339,6 @@ class GradientSync:
         self._deferral.close()
         self._hooks.close()
         self._steps.close()
-
-    # What happens in between.
 
     def _next_step(self) -> None:
         """Between two steps: whatever is new takes effect."""
@@ -370,9 +378,6 @@ class GradientSync:
         self._awaited.release(chosen)
         self._steps.take(chosen)
 
-    def _is_arrived(self, parameter: nn.Parameter) -> bool:
-        return self._reducer.error is None and self._reducer.is_arrived(self._layer_of[id(parameter)])
-
     def _before_forward(self, parameters: tuple[nn.Parameter, ...]) -> None:
         if len(self._awaited):
             for parameter in parameters:
@@ -381,14 +386,10 @@ class GradientSync:
             self._tuner.times.note("F", layer)
 
     def _after_grad(self, parameter: Tensor) -> None:
-        if not self.is_syncing:
-            return
         layer = self._layer_of.get(id(parameter))
-        if layer is None:
+        if layer is None or not self.is_syncing or not (self._is_in_backward or self._reduces_untold):
             return
         if not self._is_in_backward:  # a backward that the loop did not tell of
-            if not self._reduces_untold:
-                return
             self.backward_begins()
             at_end_of_backward(self.backward_ends)
         if self._usage is not None:
