@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 DEMO = "fashion_mnist.py"
 # A part of another.
 APART = ["fetch_fashion_mnist.py"]
+# It starts processes of its own, which no other test may find.
+WITH_PROCESSES = ["out_of_order.py"]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name not in APART)
 
 
@@ -50,7 +52,8 @@ def output_of(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     # With tensors this small, and several scripts at once, a team of threads would only wait for its slowest member.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    for script in SCRIPTS:
+
+    def start(script: str) -> None:
         with (logs / f"{script}.out").open("wb") as out, (logs / f"{script}.err").open("wb") as err:
             processes[script] = subprocess.Popen(
                 [sys.executable, ROOT / "examples" / script, *arguments.get(script, [])],
@@ -60,10 +63,15 @@ def output_of(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             )
 
     def wait(script: str) -> str:
+        if script not in processes:
+            start(script)
         code = processes[script].wait(timeout=LIMIT_SECONDS)
         assert code == 0, (logs / f"{script}.err").read_text()
         return (logs / f"{script}.out").read_text()
 
+    for script in SCRIPTS:
+        if script not in WITH_PROCESSES:
+            start(script)
     yield wait
     for process in processes.values():
         process.kill()

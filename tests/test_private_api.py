@@ -1954,3 +1954,27 @@ def test_what_follows_a_closure_is_a_method_of_the_precision():
     )
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 2)))
     assert calls == ["SGD"]
+
+
+def test_many_tensors_can_be_sent_in_few_messages_under_this_name():
+    """`sync.ranks` sends buffers with it, as DistributedDataParallel does. If this fails, send them one by one."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        tensors = [torch.ones(3), torch.arange(4), torch.ones(4, 4)[:, ::2]]
+        distributed._broadcast_coalesced(distributed.group.WORLD, tensors, 250 << 20, 0)
+        assert [one.sum().item() for one in tensors] == [3.0, 6, 8.0]
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_the_node_that_accumulates_runs_its_hooks_after_those_of_the_parameter():
+    """`backprop.engine.AccumulationHook` rests on it, as DistributedDataParallel does. If this fails, a hook of a user
+    that changes a gradient runs when the gradient is on the wire already.
+    """
+    events = []
+    parameter = nn.Parameter(torch.ones(2))
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: events.append("node"))
+    parameter.register_post_accumulate_grad_hook(lambda _: events.append("parameter"))
+    (parameter * 2).sum().backward()
+    assert events == ["parameter", "node"]

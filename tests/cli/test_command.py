@@ -311,7 +311,7 @@ def test_an_error_of_the_operating_system_names_the_file(run, monkeypatch):
         (["pack", "pack.d"], "the following arguments are required: out; see gpufeed pack --help"),
         (
             ["unpack", "a"],
-            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect', 'bench'); see gpufeed --help",
+            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect', 'bench', 'plan'); see gpufeed --help",
         ),
         ([], "no command was given; see gpufeed --help"),
         (
@@ -355,7 +355,7 @@ def test_a_traceback_is_shown_when_it_is_asked_for(run, monkeypatch):
 def test_help_names_the_commands(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert {"pack", "inspect", "bench"} <= set(out.split())
+    assert {"pack", "inspect", "bench", "plan"} <= set(out.split())
 
 
 def test_help_of_pack_names_every_option_of_the_function(run):

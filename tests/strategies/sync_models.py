@@ -328,6 +328,25 @@ class GradientPenalty(Body):
         return (predicted.float() - y).square().mean() + 0.1 * gradient.square().sum(1).mean()
 
 
+class Inner(Body):
+    """A backward inside of a training step, whose gradients are read: a rank's own, and more often on one rank."""
+
+    def loss(self, batch: Any, step: int, rank: int) -> Tensor:
+        """The mean squared error at a point that was moved, times what gradients there were."""
+        if not torch.is_grad_enabled():
+            return super().loss(batch, step, rank)
+        x, y = batch
+        size = torch.zeros(())
+        for _ in range(1 + (rank + step) % 2):
+            x = x.detach().clone().requires_grad_()
+            super().loss((x, y), step, rank).backward()
+            assert x.grad is not None
+            x = x + 0.01 * x.grad.sign()
+            size = size + sum(one.grad.abs().sum() for one in self.parameters() if one.grad is not None)
+            self.zero_grad()
+        return super().loss((x.detach(), y), step, rank) * (1 + size.tanh().detach())
+
+
 class Momentum(Body):
     """Beside it a slow copy, which follows at the begin of each step and gives a target."""
 
@@ -471,6 +490,7 @@ BODIES: dict[str, type[Body]] = {
     "deepening": Deepening,
     "sometimes penalty": SometimesPenalty,
     "gradient penalty": GradientPenalty,
+    "inner": Inner,
     "momentum": Momentum,
     "functional": Functional,
     "strange": Strange,

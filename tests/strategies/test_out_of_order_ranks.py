@@ -137,6 +137,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "deepening": {"net": {"body": "deepening"}},
     "sometimes penalty": {"net": {"body": "sometimes penalty"}},
     "gradient penalty": {"net": {"body": "gradient penalty"}},
+    "inner backward": {"net": {"body": "inner"}},
     "momentum": {"net": {"body": "momentum"}},
     "functional": {"net": {"body": "functional"}},
     "strange": {"net": {"body": "strange", "optimizer": "foreach"}},

@@ -94,6 +94,7 @@ def test_arguments_of_ddp_without_meaning_here_are_taken_and_others_reach_ddp():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"verify_evry": 1}, r"verify_evry: gradients are reduced without DistributedDataParallel here"),
         ({"ddp_comm_hook": print}, r"ddp_comm_hook: gradients are reduced without DistributedDataParallel"),
         ({"model_averaging_period": 3}, r"model_averaging_period: gradients are reduced without"),
         ({"bucket_cap_mb": 25}, r"bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'"),

@@ -67,12 +67,27 @@ def test_watching_again_adds_only_what_requires_a_gradient_since():
     model = Model()
     model.scale.requires_grad_(False)
     watched = Watched(model)
-    assert num_hooks(model) == 3 + 4
+
+    def grads() -> list[str]:
+        watched.events.clear()
+        watched.model(torch.ones(1, 2)).sum().backward()
+        return [event for event in watched.events if event.startswith("grad")]
+
+    assert len(grads()) == 4
     watched.hooks.watch(model)
-    assert num_hooks(model) == 3 + 4
+    assert len(grads()) == 4
     model.scale.requires_grad_(True)
     watched.hooks.watch(model)
-    assert num_hooks(model) == 3 + 5
+    assert len(grads()) == 5
+
+
+def test_hooks_of_others_on_a_gradient_come_first_whenever_they_were_made():
+    watched = Watched(Model())
+    seen = []
+    for one in watched.model.parameters():
+        one.register_post_accumulate_grad_hook(lambda _: seen.append(len(watched.events)))
+    watched.model(torch.ones(1, 2)).sum().backward()
+    assert seen == [3, 4, 5, 6, 7]
 
 
 def test_close_takes_every_hook_off():

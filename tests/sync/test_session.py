@@ -481,7 +481,7 @@ def test_whoever_looks_sees_what_is_there_without_sync(ranks, name):
 @pytest.mark.parametrize("options", [CROSSING, TWO_WAIT, PlanOptions()], ids=["crossing", "two wait", "auto"])
 def test_close_leaves_nothing_on_the_model(ranks, options, num_steps):
     training = Training(ranks, options)
-    training.sync.watch_state(training.optimizer)
+    training.sync.steps.watch_state(training.optimizer)
     training.run(num_steps).sync.close()
     for module in training.model.modules():
         assert "forward" not in module.__dict__
