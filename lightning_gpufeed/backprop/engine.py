@@ -20,15 +20,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable, forward_ad
 
-__all__ = ["Anchor", "at_end_of_backward", "backward_number", "count_uses", "is_transformed"]
+__all__ = ["AccumulationHook", "Anchor", "at_end_of_backward", "backward_number", "count_uses", "is_transformed"]
 
 
 def backward_number() -> int:
     """A number that is the same throughout one call of backward, and another in each; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+class AccumulationHook:
+    """Has something done whenever backward has added to a parameter's gradient, after all hooks on the parameter."""
+
+    def __init__(self, parameter: nn.Parameter, callback: Callable[[nn.Parameter], None]) -> None:
+        """From now on, until `remove`.
+
+        Args:
+            parameter: One that requires a gradient.
+            callback: Called with it.
+        """
+        grad_fn: Any = parameter.view_as(parameter).grad_fn
+        self._node = grad_fn.next_functions[0][0]  # lives as long as somebody holds it
+        self._handle = self._node.register_hook(lambda *_: callback(parameter))
+
+    def remove(self) -> None:
+        """No longer."""
+        self._handle.remove()
+        self._node = None
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

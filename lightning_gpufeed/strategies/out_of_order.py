@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn, optim
 from torch.distributed.constants import default_pg_timeout
@@ -94,7 +95,7 @@ class OutOfOrderStrategy(DDPStrategy):
             reverse_first_k: How many of the first layers with parameters compute their weight gradients last, in
                 forward order. "auto": any order, the best that is found.
             cross_iteration: Whether parameters are updated in the next forward, rather than when all gradients have
-                arrived. "auto": if that is measured to be faster.
+                arrived. "auto": if that is measured to be faster; with a given `reverse_first_k`, always.
             bucket_bytes: Least size of a message, but for the last ones. "auto": the best that is found.
             memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank; None for no limit.
             verify_every: Every so many optimizer steps a step is computed a second time the plain way and compared bit
@@ -111,21 +112,20 @@ class OutOfOrderStrategy(DDPStrategy):
             process_group_backend: As in `DDPStrategy`.
             timeout: How long a rank waits for the others before it fails.
             start_method: As in `DDPStrategy`.
-            **kwargs: `static_graph` and `gradient_as_bucket_view` of `DistributedDataParallel` have no effect;
-                arguments for classes that are mixed in.
+            **kwargs: `static_graph` and `gradient_as_bucket_view` of `DistributedDataParallel`, without an effect.
 
         Raises:
             ValueError: A value is out of range, or an argument of `DDPStrategy` has no place here.
         """
         self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes)
-        refused = sorted(name for name in kwargs if name.startswith("ddp_comm") or name == "model_averaging_period")
-        if refused:
-            raise ValueError(
-                f"{', '.join(refused)}: gradients are reduced without DistributedDataParallel here, so its "
-                "communication hooks have no place. Use DDPStrategy for them."
-            )
         if "bucket_cap_mb" in kwargs:
             raise ValueError("bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'.")
+        refused = sorted(kwargs.keys() - _WITHOUT_MEANING)
+        if refused:
+            raise ValueError(
+                f"{', '.join(refused)}: gradients are reduced without DistributedDataParallel here, so there is no "
+                "place for it. Expected the arguments of OutOfOrderStrategy; DDPStrategy takes the others."
+            )
         if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
             raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
         self._verify_every, self._num_steps = verify_every, 0
@@ -139,7 +139,6 @@ class OutOfOrderStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **{name: value for name, value in kwargs.items() if name not in _WITHOUT_MEANING},
         )
         self._sync: GradientSync | None = None
         self._verifier: StepVerifier | None = None
@@ -163,8 +162,6 @@ class OutOfOrderStrategy(DDPStrategy):
         if self._sync is not None:
             self._sync.synchronize()
 
-    # Begin and end.
-
     def setup(self, trainer: Trainer) -> None:
         """As in `DDPStrategy`, without its wrapper around the module.
 
@@ -175,7 +172,7 @@ class OutOfOrderStrategy(DDPStrategy):
         super().setup(trainer)
         if self._sync is not None:
             for optimizer in self.optimizers:
-                self._sync.watch_state(_raw(optimizer))
+                self._sync.steps.watch_state(_raw(optimizer))
 
     def configure_ddp(self) -> None:
         """Make all ranks start equal, and watch the module from now on."""
@@ -214,8 +211,6 @@ class OutOfOrderStrategy(DDPStrategy):
                 sync.ranks.close()
         self._trainer = None
         super().teardown()
-
-    # A step.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, from rank 0's buffers.
@@ -351,8 +346,6 @@ class OutOfOrderStrategy(DDPStrategy):
         finally:
             self._sync.is_syncing = before
 
-    # Where somebody looks.
-
     def on_train_end(self) -> None:
         """Nothing is left on its way; say how much waited at most."""
         self.synchronize()
@@ -369,7 +362,7 @@ class OutOfOrderStrategy(DDPStrategy):
         Returns:
             As in `DDPStrategy`: the same on all ranks.
         """
-        self.synchronize()
+        self._settle()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Tensor]:
@@ -381,8 +374,15 @@ class OutOfOrderStrategy(DDPStrategy):
         Returns:
             As in `DDPStrategy`: the same on all ranks.
         """
-        self.synchronize()
+        self._settle()
         return super().optimizer_state(optimizer)
+
+    def _settle(self) -> None:
+        """All updates, or after an error those whose gradients arrive."""
+        is_interrupted = self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if self._sync is not None and is_interrupted:
+            self._sync.abandon()
+        self.synchronize()
 
     def _say(self, message: str) -> None:
         """Once."""

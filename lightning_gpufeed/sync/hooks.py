@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_gpufeed.backprop.engine import AccumulationHook
 from lightning_gpufeed.sync.awaited import ParameterTable
 
 __all__ = ["ModelHooks", "compiled_parts"]
@@ -81,8 +82,7 @@ class ModelHooks:
         """
         for parameter in model.parameters():
             if parameter.requires_grad and id(parameter) not in self._watched:
-                handle = parameter.register_post_accumulate_grad_hook(self._after_grad)  # type: ignore[no-untyped-call]
-                self._watched[id(parameter)] = handle
+                self._watched[id(parameter)] = AccumulationHook(parameter, self._after_grad)
 
     def close(self) -> None:
         """Take all hooks off."""

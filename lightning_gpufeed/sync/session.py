@@ -96,8 +96,7 @@ class GradientSync:
             ValueError: The options name more layers than the model has.
         """
         self.model, self.ranks, self._options = model, ranks, options
-        self._find_unused, self._on_message = find_unused_parameters, on_message
-        self._reduces_untold = reduces_untold
+        self._find_unused, self._reduces_untold, self._on_message = find_unused_parameters, reduces_untold, on_message
         self._has_buffers = broadcast_buffers and any(True for _ in model.buffers())
         self.can_cross = can_defer
         """Whether the next step may be taken in the next forward; else it is an ordinary one."""
@@ -106,7 +105,8 @@ class GradientSync:
         self.are_buffers_due, self._is_in_backward, self._is_step_over = True, False, False
         self._num_microbatches = 0
         self._awaited = AwaitedParameters(self._arrive)
-        self._steps = PendingSteps(self.synchronize)
+        self.steps = PendingSteps(self.synchronize)
+        """Of optimizers; `steps.watch_state` has to be told of each."""
         self._deferral = Deferral(model, options.memory_cap_bytes)
         options.check(sum(any(True for _ in part.parameters(recurse=False)) for part in model.modules()))
         # The name under which DistributedDataParallel looks for them, with a dot before those of the model itself.
@@ -164,6 +164,7 @@ class GradientSync:
 
     def _install(self) -> None:
         """Use the tuner's plan from the next forward on. Nothing is pending."""
+        self.ranks.check_equal(str(self.plan), "plan")
         self._layer_of = {id(one): i for i, layer in enumerate(self.layers) for one in layer.parameters}
         self._reducer = Reducer(
             self.layers,
@@ -182,7 +183,7 @@ class GradientSync:
         Raises:
             SyncError: Another rank is gone.
         """
-        if self._is_step_over:
+        if self._is_step_over and torch.is_grad_enabled():
             self._is_step_over = False
             self._next_step()
         if not torch.is_grad_enabled():
@@ -262,10 +263,10 @@ class GradientSync:
             optimizer: One that is separable, see `why_inseparable`. The step is that of now, whatever a scheduler does
                 to its groups meanwhile.
         """
-        if self._steps.num_left:  # the one before is not taken yet
+        if self.steps.num_left:  # the one before is not taken yet
             self.synchronize()
         if len(self._awaited):
-            self._steps.ask(optimizer, self._awaited)
+            self.steps.ask(optimizer, self._awaited)
             return
         if self._tuner.times is not None:
             self._tuner.times.note("update")
@@ -281,8 +282,8 @@ class GradientSync:
         """
         for parameter in self._awaited.held():
             self._awaited.settle(parameter)
-        if num_lost := self._steps.num_left:
-            self._steps.forget()
+        if num_lost := self.steps.num_left:
+            self.steps.forget()
             raise SyncError(
                 f"The updates of {num_lost} parameters were not taken although all gradients have arrived; expected "
                 "none to be left. Use strategy='ddp' and report this."
@@ -302,18 +303,10 @@ class GradientSync:
         finally:
             self.is_syncing = was_syncing
 
-    def watch_state(self, optimizer: optim.Optimizer) -> None:
-        """Have all that is pending done before somebody reads or replaces an optimizer's state.
-
-        Args:
-            optimizer: Whose.
-        """
-        self._steps.watch_state(optimizer)
-
     def abandon(self) -> None:
         """After an error: take the steps whose gradients arrive within seconds, and forget the rest.
 
-        Another rank may be gone; if it is not, it has sent what this one waits for, and will not send more.
+        Another rank may be gone; if it is not, it has sent what this one waits for.
         """
         held = [] if self._usage is not None else self._awaited.held()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -321,24 +314,26 @@ class GradientSync:
             for parameter in held:
                 if self._reducer.is_arrived_by(self._layer_of[id(parameter)], deadline):
                     self._awaited.settle(parameter)
-        if self._steps.num_left:
+        if self.steps.num_left:
             self._on_message(
-                f"{self._steps.num_left} parameters keep their values of before the last step on rank "
+                f"{self.steps.num_left} parameters keep their values of before the last step on rank "
                 f"{self.ranks.rank}, as their gradients did not arrive; go on from a checkpoint."
             )
         self._awaited.release(self._awaited.held())
-        self._steps.forget()
+        self.steps.forget()
         self._deferral.discard()
         self._is_in_backward = False
 
     def close(self) -> None:
         """Leave the model as it was, but for what it has learned."""
-        self.synchronize()
-        if self._usage is not None:
-            self._usage.close()
-        self._deferral.close()
-        self._hooks.close()
-        self._steps.close()
+        try:
+            self.synchronize()
+        finally:
+            if self._usage is not None:
+                self._usage.close()
+            self._deferral.close()
+            self._hooks.close()
+            self.steps.close()
 
     def _next_step(self) -> None:
         """Between two steps: whatever is new takes effect."""
@@ -362,8 +357,13 @@ class GradientSync:
             self._usage.first_use.append(parameter)
             self._awaited.release([parameter])
             return
-        with outside():
-            self._arrive_outside(parameter)
+        try:
+            with outside():
+                self._arrive_outside(parameter)
+        except SyncError:  # the model can be read all the same
+            self._awaited.release(self._awaited.held())
+            self.steps.forget()
+            raise
 
     def _arrive_outside(self, parameter: nn.Parameter) -> None:
         first = self._layer_of[id(parameter)]
@@ -376,7 +376,7 @@ class GradientSync:
                 self._reducer.wait(layer)
                 chosen += self.layers[layer].parameters
         self._awaited.release(chosen)
-        self._steps.take(chosen)
+        self.steps.take(chosen)
 
     def _before_forward(self, parameters: tuple[nn.Parameter, ...]) -> None:
         if len(self._awaited):

@@ -189,7 +189,8 @@ class Tuner:
         step = self.times.take()
         if step is not None and self._num_steps > 2:  # the first of them is warm-up
             self._measured.append(step)
-        if len(self._measured) < _NUM_MEASURED and self._num_steps < 2 * _NUM_MEASURED + 2:
+        is_short = any(self._ranks.maximum([len(self._measured) < _NUM_MEASURED]))
+        if is_short and self._num_steps < 2 * _NUM_MEASURED + 2:
             return False
         self.times = None
         if self._ranks.maximum([float(not self._measured)]) != [0.0]:
@@ -247,7 +248,7 @@ class Tuner:
         if best.is_usual and others:
             rival = min(others, key=lambda arm: arm.seconds)
             return (
-                f"the usual order stays, in {len(best.plan.buckets)} messages ({both(best)}); the best other one would "
+                f"the usual order stays, messages: {len(best.plan.buckets)} ({both(best)}); the best other one would "
                 f"take {both(rival)}, which is no gain above noise."
             )
         return (
