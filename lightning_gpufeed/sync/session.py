@@ -55,7 +55,7 @@ class GradientSync:
                 sync.forward_begins()
                 loss = criterion(model(x), y)
                 optimizer.zero_grad()
-                sync.backward_begins()
+                sync.backward_begins(loss)
                 loss.backward()
                 sync.backward_ends()
                 sync.step(optimizer)

@@ -311,7 +311,8 @@ def test_an_error_of_the_operating_system_names_the_file(run, monkeypatch):
         (["pack", "pack.d"], "the following arguments are required: out; see gpufeed pack --help"),
         (
             ["unpack", "a"],
-            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect', 'bench', 'plan'); see gpufeed --help",
+            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect', 'bench', 'plan'); "
+            "see gpufeed --help",
         ),
         ([], "no command was given; see gpufeed --help"),
         (
