@@ -169,7 +169,7 @@ class GradientSync:
         self._reducer = Reducer(
             self.layers,
             self.plan.buckets,
-            self.ranks.group,
+            self.ranks.group if self.plan.cross_iteration else self.ranks.unordered_group,
             is_late=self._tuner.late,
             sparse=sparse_parameters(self.model),
             find_unused_parameters=self._find_unused,

@@ -395,6 +395,7 @@ def test_whoever_uses_a_parameter_waits_for_it_once_and_first(name):
     check_use(USES[name])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11
 @pytest.mark.parametrize(
     "name",
     [
