@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.sync.ranks import Ranks
 from tests.sync.one_rank import one_rank
 
@@ -63,3 +64,10 @@ def test_a_timeout_is_that_of_the_group_of_gradients():
         ranks = Ranks(timedelta(seconds=77))
         backend = ranks.group._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timedelta(seconds=77)
+
+
+def test_a_text_that_is_another_on_another_rank_is_an_error_with_this_rank_s(ranks, monkeypatch):
+    ranks.check_equal("barrier; B0; 0:0-8", "plan")
+    monkeypatch.setattr(ranks, "maximum", lambda numbers: [numbers[0] + 1, numbers[1]])  # as if another had more
+    with pytest.raises(SyncError, match=r"The ranks have different plans: rank 0 has 'barrier; B0; 0:0-8'"):
+        ranks.check_equal("barrier; B0; 0:0-8", "plan")

@@ -687,3 +687,11 @@ def test_evaluation_in_between_sees_what_is_there_and_changes_nothing(ranks):
             found.append(training.model(batch(0, 9)[0]))
         training.sync.close()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_messages_keep_their_order_where_the_next_forward_waits_for_them_one_by_one(ranks, crosses):
+    training = Training(ranks, options=PlanOptions(2, crosses, 1)).run(2)
+    assert training.sync.plan.cross_iteration is crosses
+    assert training.sync._reducer._group is (ranks.group if crosses else ranks.unordered_group)
+    training.sync.close()

@@ -7,18 +7,9 @@ import torch
 
 from lightning_gpufeed.device import marks
 from lightning_gpufeed.sync.times import StepSeconds, StepTimes, medians
+from tests.sync.clock import Clock
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Goes on only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -14,22 +14,13 @@ from lightning_gpufeed.sync.layers import SyncLayer, find_layers
 from lightning_gpufeed.sync.plan import SyncPlan, reverse_first_k, validate
 from lightning_gpufeed.sync.times import StepSeconds
 from lightning_gpufeed.sync.tuner import Tuner
+from tests.sync.clock import Clock
 from tests.sync.one_rank import one_rank
 
 NUM_LAYERS = 4
 STEPS_BEFORE = 1 + 4
 """In which the order is learned and the parts are measured."""
 WINDOW_STEPS, NUM_ROUNDS = 5, 3
-
-
-class Clock:
-    """Goes on only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -170,6 +161,15 @@ def test_layers_that_are_used_twice_do_not_wait_and_are_on_time(ranks, clock, on
     loop.run(STEPS_BEFORE)
     assert loop.tuner.late == set()
     assert [layer.is_deferrable for layer in loop.tuner.layers] == [False, True, True, True]
+
+
+def test_a_layer_that_cannot_wait_on_another_rank_does_not_wait_on_this_one(ranks, clock, one_second_each, monkeypatch):
+    loop = Loop(ranks, clock)
+    answers = [[0.0] * NUM_LAYERS, [0.0, 1.0, 0.0, 0.0]]  # whose gradients are uncertain; whose cannot wait: somewhere
+    monkeypatch.setattr(ranks, "maximum", lambda numbers: answers.pop(0) if answers else list(numbers))
+    loop.run(1)
+    assert answers == []
+    assert [layer.is_deferrable for layer in loop.tuner.layers] == [True, False, True, True]
 
 
 def test_every_plan_is_tried_as_often_and_in_turn(ranks, clock, one_second_each):
