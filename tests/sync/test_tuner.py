@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -163,13 +164,19 @@ def test_layers_that_are_used_twice_do_not_wait_and_are_on_time(ranks, clock, on
     assert [layer.is_deferrable for layer in loop.tuner.layers] == [False, True, True, True]
 
 
-def test_a_layer_that_cannot_wait_on_another_rank_does_not_wait_on_this_one(ranks, clock, one_second_each, monkeypatch):
+def test_ranks_tell_each_other_what_cannot_wait_and_it_waits_nowhere(ranks, clock, one_second_each, monkeypatch):
     loop = Loop(ranks, clock)
-    answers = [[0.0] * NUM_LAYERS, [0.0, 1.0, 0.0, 0.0]]  # whose gradients are uncertain; whose cannot wait: somewhere
-    monkeypatch.setattr(ranks, "maximum", lambda numbers: answers.pop(0) if answers else list(numbers))
+    loop.tuner.layers[2] = replace(loop.tuner.layers[2], is_deferrable=False)  # has a hook on this rank, say
+    told: list[list[float]] = []
+
+    def maximum(numbers: Sequence[float]) -> list[float]:
+        told.append(list(numbers))
+        return [max(pair) for pair in zip(numbers, [0, len(told) == 2, 0, 0], strict=True)]  # as another rank says
+
+    monkeypatch.setattr(ranks, "maximum", maximum)
     loop.run(1)
-    assert answers == []
-    assert [layer.is_deferrable for layer in loop.tuner.layers] == [True, False, True, True]
+    assert told[1] == [False, False, True, False]
+    assert sorted(layer.is_deferrable for layer in loop.tuner.layers) == [False, False, True, True]
 
 
 def test_every_plan_is_tried_as_often_and_in_turn(ranks, clock, one_second_each):
