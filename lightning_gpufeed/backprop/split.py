@@ -11,7 +11,7 @@ autograd's node of the parameter, so hooks on parameters run as they would have,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lightning_gpufeed.backprop.engine import Anchor, at_end_of_backward, backwa
 from lightning_gpufeed.backprop.kernels import Kernels, find_kernels, is_splittable
 from lightning_gpufeed.backprop.node import Note, SplitCall, autocast
 from lightning_gpufeed.backprop.order import BackwardOrder
-from lightning_gpufeed.backprop.tasks import Call, TaskQueue, kept_by
+from lightning_gpufeed.backprop.tasks import Call, TaskKey, TaskQueue, kept_by
 
 __all__ = ["WeightGradSplitter", "splittable_layers"]
 
@@ -227,6 +227,22 @@ class WeightGradSplitter:
             if task.calls and task.name in names:
                 self._queue.fold(task)
 
+    def waiting(self) -> tuple[TaskKey, ...]:
+        """Tell weight gradients of one backward pass from those of another: what waits at the moment, oldest first.
+
+        Returns:
+            A key for each, for `run_only`.
+        """
+        return self._queue.keys()
+
+    def run_only(self, waiting: Iterable[TaskKey]) -> None:
+        """Compute some of those that wait, such as all of one backward pass.
+
+        Args:
+            waiting: Keys as of `waiting`; those that wait no more are left out.
+        """
+        self._run_keys([key for key in waiting if key in self._queue])
+
     def run(self, *names: str) -> None:
         """Compute weight gradients now, those of them that wait.
 
@@ -245,14 +261,15 @@ class WeightGradSplitter:
             self._run([*expected, *dict.fromkeys(task.name for task in self._queue if task.name not in expected)])
 
     def _run(self, names: Iterable[str]) -> None:
-        names = list(names)
+        self._run_keys(self._queue.keys(names))
+
+    def _run_keys(self, keys: Sequence[TaskKey]) -> None:
         self._is_running = True
-        self._missing = {name: 0 for name in names}
-        for task in self._queue:
-            if task.name in self._missing:
-                self._missing[task.name] += task.num_grads
+        self._missing = {}
+        for task in self._queue.of(keys):
+            self._missing[task.name] = self._missing.get(task.name, 0) + task.num_grads
         try:
-            self._queue.run(names)
+            self._queue.run_keys(keys)
         finally:
             self._is_running = False
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from lightning_gpufeed.backprop.kernels import Kernels, WeightGrads
 from lightning_gpufeed.errors import DeferredGradientError
 
-_Key = tuple[str, int, int]
+TaskKey = tuple[str, int, int]
+"""A layer's name, the number of the backward pass, and which parameter."""
 
-__all__ = ["Call", "Task", "TaskQueue", "kept_by"]
+__all__ = ["Call", "Task", "TaskKey", "TaskQueue", "kept_by"]
 
 
 @dataclass(slots=True)
@@ -163,7 +164,7 @@ class TaskQueue:
 
     def __init__(self) -> None:
         """Empty."""
-        self._tasks: dict[_Key, Task] = {}
+        self._tasks: dict[TaskKey, Task] = {}
         self._owners: dict[tuple[torch.device, int], list[int]] = {}
         self.num_bytes = 0
 
@@ -203,30 +204,63 @@ class TaskQueue:
         self._release(task)
         task.fold()
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a task waits."""
+        return key in self._tasks
+
+    def keys(self, names: Iterable[str] | None = None) -> tuple[TaskKey, ...]:
+        """Tell tasks of one layer in several backward passes from each other.
+
+        Args:
+            names: Of layers. None: all.
+
+        Returns:
+            A key for each task: layer after layer as given, and oldest first; all of them just oldest first.
+        """
+        if names is None:
+            return tuple(self._tasks)
+        places: dict[str, list[TaskKey]] = {}
+        for key in self._tasks:
+            places.setdefault(key[0], []).append(key)
+        return tuple(key for name in dict.fromkeys(names) for key in places.get(name, ()))
+
+    def of(self, keys: Iterable[TaskKey]) -> list[Task]:
+        """Look tasks up.
+
+        Args:
+            keys: Of tasks that wait.
+
+        Returns:
+            The tasks.
+        """
+        return [self._tasks[key] for key in keys]
+
     def run(self, names: Iterable[str] | None = None) -> None:
         """Run all tasks of some layers, one layer after the other.
+
+        Args:
+            names: The layers'. None: all, oldest first.
+        """
+        self.run_keys(self.keys(names))
+
+    def run_keys(self, keys: Iterable[TaskKey]) -> None:
+        """Run some tasks, one after the other.
 
         Autograd adds each to `.grad` as soon as it is computed, so all hooks on parameters run as they would have. All
         are given to it at once, as each time costs tens of microseconds.
 
         Args:
-            names: The layers'. None: all, oldest first.
+            keys: Of tasks that wait.
         """
-        if names is None:
-            keys = list(self._tasks)
-        else:
-            places: dict[str, list[_Key]] = {}
-            for key in self._tasks:
-                places.setdefault(key[0], []).append(key)
-            keys = [key for name in dict.fromkeys(names) for key in places.get(name, ())]
         tasks: list[Task] = []
         weights: set[int] = set()
-        for key in keys:
-            if key[2] in weights:  # of another backward pass: autograd adds that to `.grad` by itself
+        for key in list(keys):
+            task = self._tasks.pop(key)
+            if id(task.weight) in weights:  # of another backward pass: autograd adds that to `.grad` by itself
                 self._compute(tasks)
                 tasks, weights = [], set()
-            tasks.append(self._tasks.pop(key))
-            weights.add(key[2])
+            tasks.append(task)
+            weights.add(id(task.weight))
         self._compute(tasks)
 
     def _compute(self, tasks: list[Task]) -> None:

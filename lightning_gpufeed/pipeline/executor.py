@@ -1,0 +1,210 @@
+"""Carries out a program on one rank: computes each action, sends what others wait for, receives what it needs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpufeed.pipeline.action import Action
+from lightning_gpufeed.pipeline.links import Links
+from lightning_gpufeed.pipeline.nested import NestedSpec, flatten
+from lightning_gpufeed.pipeline.program import Message, Program
+from lightning_gpufeed.pipeline.randomness import Draws
+from lightning_gpufeed.pipeline.stage import Held, Stage
+
+__all__ = ["Executor", "Pass"]
+
+_AHEAD = 3
+"""How many messages are posted before they are needed."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """One batch on its way through the pipeline.
+
+    Attributes:
+        inputs: Of the first stage, for each microbatch.
+        keys: For each microbatch what all shapes follow from.
+        draws: Random numbers.
+        has_backward: Whether gradients follow.
+        output_grads: For a microbatch's output the gradients, in the order of its tensors that require one; asked on
+            the rank of the last stage alone.
+        on_output: Told each microbatch's output there.
+        outputs: Of the last stage, if it is here.
+        input_grads: Of the first stage, if it is here: for each microbatch those of the tensors that require one.
+        held: What backward needs.
+        here: What passes between two stages of this rank.
+    """
+
+    inputs: Sequence[Any]
+    keys: Sequence[Hashable]
+    draws: Draws
+    has_backward: bool
+    output_grads: Callable[[int], Sequence[Tensor]] | None = None
+    on_output: Callable[[int, Any], None] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    input_grads: dict[int, list[Tensor]] = field(default_factory=dict)
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    here: dict[tuple[bool, int, int], Any] = field(default_factory=dict)
+
+
+class Executor:
+    """One rank's part of a pipeline.
+
+    Attributes:
+        live_activations: Forwards whose weight gradients are not there yet: one is that of one stage and one
+            microbatch.
+        peak_activations: Most of them at a time.
+        busy_seconds: That this rank has computed, on the CPU; on other devices nothing is measured.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], links: Links, device: torch.device, num_stages: int) -> None:
+        """Nothing is on its way.
+
+        Args:
+            stages: Of this rank, by their place in the pipeline.
+            links: To the other ranks.
+            device: Where activations are.
+            num_stages: Of the pipeline.
+        """
+        self._stages, self._links, self._device, self._num_stages = dict(stages), links, device, num_stages
+        self._place = links.groups.place
+        self.live_activations = self.peak_activations = 0
+        self.busy_seconds = 0.0
+
+    def run(self, program: Program, one: Pass, on_stage_done: Callable[[int], None] | None = None) -> None:
+        """Do all that the program has for this rank.
+
+        Args:
+            program: What to do.
+            one: With which batch; what comes out is noted there.
+            on_stage_done: Told a stage whose weight gradients are all there.
+
+        Raises:
+            ScheduleError: Shapes are not what they were.
+            SyncError: Another rank is gone.
+        """
+        actions = program.ranks[self._place]
+        inbox = _Inbox(program, self._place, self._links, one)
+        for action in actions:
+            inbox.post_ahead()
+            message = program.needs(action)
+            arrived = None if message is None else inbox.take(message)
+            if action.kind == "F":
+                self._forward(action, program, one, arrived)
+            elif action.kind == "W":
+                self._weight_grad(action, one)
+            else:
+                self._input_grad(action, program, one, arrived)
+            if on_stage_done is not None and action in program.last_of_stage:
+                on_stage_done(action.stage)
+
+    def _forward(self, action: Action, program: Program, one: Pass, arrived: Any) -> None:
+        stage, _, microbatch = action
+        value = arrived
+        if stage == 0:
+            value = one.inputs[microbatch]
+        elif value is None:
+            value = one.here.pop((False, stage, microbatch))
+        begin = time.perf_counter()
+        output, held = self._stages[stage].forward(value, microbatch, one.draws, has_backward=one.has_backward)
+        self.busy_seconds += time.perf_counter() - begin
+        if held is not None:
+            one.held[stage, microbatch] = held
+            self.live_activations += 1
+            self.peak_activations = max(self.peak_activations, self.live_activations)
+        if stage + 1 == self._num_stages:
+            one.outputs[microbatch] = output
+            if one.on_output is not None:
+                one.on_output(microbatch, output)
+            return
+        message = program.gives(action)
+        target = None if message is None else message.target
+        self._links.tell_spec(stage, one.keys[microbatch], NestedSpec.of(output), target)
+        if message is None:
+            one.here[False, stage + 1, microbatch] = output
+        else:
+            self._links.send(message, [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)])
+
+    def _input_grad(self, action: Action, program: Program, one: Pass, arrived: Any) -> None:
+        stage, kind, microbatch = action
+        grads = arrived
+        if stage + 1 == self._num_stages:
+            assert one.output_grads is not None
+            grads = one.output_grads(microbatch)
+        elif grads is None:
+            grads = one.here.pop((True, stage, microbatch))
+        held = one.held[stage, microbatch]
+        begin = time.perf_counter()
+        found = self._stages[stage].input_grad(held, grads)
+        self.busy_seconds += time.perf_counter() - begin
+        message = program.gives(action)
+        if stage == 0:
+            one.input_grads[microbatch] = found
+        elif message is None:
+            one.here[True, stage - 1, microbatch] = found
+        else:
+            self._links.send(message, found)
+        if kind == "B":
+            self._weight_grad(action, one)
+        elif not held.waiting:
+            self.live_activations -= 1
+
+    def _weight_grad(self, action: Action, one: Pass) -> None:
+        held = one.held.pop((action.stage, action.microbatch))
+        if held.waiting or action.kind == "B":
+            self.live_activations -= 1
+        begin = time.perf_counter()
+        self._stages[action.stage].weight_grad(held)
+        self.busy_seconds += time.perf_counter() - begin
+
+
+class _Inbox:
+    """What will arrive, posted in the order in which it is sent."""
+
+    def __init__(self, program: Program, place: int, links: Links, one: Pass) -> None:
+        self._links, self._pass = links, one
+        self._coming = {source: deque(messages) for source, messages in program.arrivals(place).items()}
+        self._needed = deque(
+            message for action in program.ranks[place] if (message := program.needs(action)) is not None
+        )
+        self._posted: dict[Message, tuple[NestedSpec, Callable[[], list[Tensor]]]] = {}
+
+    def post_ahead(self) -> None:
+        """Post what is needed next, as far as it is known what that will be."""
+        for message in list(self._needed)[:_AHEAD]:
+            if not self._post(message, has_to=False):
+                break
+
+    def take(self, message: Message) -> Any:
+        """Wait for the next message that is needed; a nest for activations, a list for gradients."""
+        assert self._needed.popleft() == message
+        self._post(message, has_to=True)
+        spec, wait = self._posted.pop(message)
+        tensors = wait()
+        if message.is_grad:
+            return tensors
+        for tensor, its in zip(tensors, spec.tensors, strict=True):
+            tensor.requires_grad_(its.requires_grad)
+        return spec.build(tensors)
+
+    def _post(self, message: Message, *, has_to: bool) -> bool:
+        queue = self._coming[message.source]
+        while message not in self._posted:
+            following = queue[0]
+            key = self._pass.keys[following.microbatch]
+            spec = self._links.known_spec(following.border, key)
+            if spec is None:
+                if not has_to:
+                    return False
+                spec = self._links.ask_spec(following.border, key, following.source)
+            queue.popleft()
+            tensors = [its for its in spec.tensors if its.requires_grad or not following.is_grad]
+            self._posted[following] = (spec, self._links.receive(following, tensors))
+        return True

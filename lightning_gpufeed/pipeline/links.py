@@ -1,0 +1,335 @@
+"""Sends activations and gradients between the ranks of a pipeline: the only place here that does.
+
+::
+
+    rank 0 ── activations ──► rank 1      one group for each direction: both ends post the same messages in the same
+    rank 0 ◄── gradients ──── rank 1      order there, so that NCCL, which keeps an order per group, cannot get stuck
+    rank P-1 ── output ─────► all         a group of its own, for what the last stage gives
+    control                               gloo, on the host: shapes and types, once for each kind of microbatch
+
+Why not the stages of `torch.distributed.pipelining`: they fix shapes at the first microbatch (a smaller last batch is
+silently wrong in a run of forwards alone), take flat tuples of tensors only, and run a whole step at once, so that a
+training step of the user's own cannot stand between forward and backward.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, distributed
+
+from lightning_gpufeed.errors import ScheduleError, SyncError
+from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec
+from lightning_gpufeed.pipeline.program import Message
+
+__all__ = ["Links", "PipelineGroups"]
+
+_MOST_LEAVES = 1024
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The process groups of one rank.
+
+    Attributes:
+        ranks: Global ranks of this pipeline, in the order of its stages.
+        replicas: Global ranks that have the same stages in other pipelines, this one among them.
+        control: Of the pipeline, gloo.
+        output: Of the pipeline, for tensors that all get.
+        replica: Of the replicas, for gradients.
+        directed: For pairs of places in the pipeline, for tensors from the one to the other.
+    """
+
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+    control: Any
+    output: Any
+    replica: Any
+    directed: dict[tuple[int, int], Any]
+
+    @classmethod
+    def create(cls, pipeline_size: int, timeout: timedelta | None = None) -> PipelineGroups:
+        """Make them: every rank of the default group has to call this.
+
+        Ranks next to each other are one pipeline: with 8 ranks and 4 stages, 0 to 3 and 4 to 7.
+
+        Args:
+            pipeline_size: Ranks of a pipeline.
+            timeout: How long a rank waits for the others before it fails; None is what the backend takes.
+
+        Returns:
+            Those of this rank.
+
+        Raises:
+            ValueError: The number of ranks is no multiple.
+        """
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+        if world % pipeline_size:
+            raise ValueError(
+                f"pipeline_size is {pipeline_size}, and there are {world} ranks; expected a multiple of it. Change "
+                f"devices, num_nodes or pipeline_size."
+            )
+        has_order = distributed.get_backend() != distributed.Backend.GLOO
+        found: PipelineGroups | None = None
+        by_place = [tuple(range(place, world, pipeline_size)) for place in range(pipeline_size)]
+        replicas = [distributed.new_group(list(ranks), timeout=timeout) for ranks in by_place]
+        for first in range(0, world, pipeline_size):
+            ranks = tuple(range(first, first + pipeline_size))
+            control = distributed.new_group(list(ranks), timeout=timeout, backend="gloo")
+            output = distributed.new_group(list(ranks), timeout=timeout)
+            shared = None if has_order else distributed.new_group(list(ranks), timeout=timeout)
+            directed: dict[tuple[int, int], Any] = {}
+            for source in range(pipeline_size):
+                for target in range(pipeline_size):
+                    is_pair = source != target
+                    if is_pair and shared is not None:
+                        directed[source, target] = shared
+                    elif is_pair and abs(source - target) in (1, pipeline_size - 1):
+                        directed[source, target] = distributed.new_group(
+                            [ranks[source], ranks[target]], timeout=timeout
+                        )
+            if rank in ranks:
+                place = ranks.index(rank)
+                found = cls(ranks, by_place[place], control, output, replicas[place], directed)
+        assert found is not None
+        return found
+
+    @property
+    def place(self) -> int:
+        """Of this rank in its pipeline."""
+        return self.ranks.index(distributed.get_rank())
+
+    def close(self) -> None:
+        """Give the groups back. All ranks have to be there."""
+        for group in {
+            id(one): one for one in (self.control, self.output, self.replica, *self.directed.values())
+        }.values():
+            distributed.destroy_process_group(group)
+
+
+class Links:
+    """Messages of one step after the other. A message is posted before it is waited for."""
+
+    def __init__(self, groups: PipelineGroups, device: torch.device, num_stages: int) -> None:
+        """Nothing is on its way.
+
+        Args:
+            groups: Of this rank.
+            device: Where activations are.
+            num_stages: Of the pipeline.
+        """
+        self._groups, self._device, self._num_stages = groups, device, num_stages
+        self._specs: dict[tuple[int, Hashable], NestedSpec] = {}
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._controls: list[tuple[Any, Tensor]] = []
+
+    @property
+    def groups(self) -> PipelineGroups:
+        """Of this rank."""
+        return self._groups
+
+    def known_spec(self, border: int, key: Hashable) -> NestedSpec | None:
+        """What a stage gives.
+
+        Args:
+            border: The stage.
+            key: All that its shapes follow from.
+
+        Returns:
+            What it gave before; None if this is the first time on this rank.
+        """
+        return self._specs.get((border, key))
+
+    def tell_spec(self, border: int, key: Hashable, spec: NestedSpec, target: int | None) -> None:
+        """Before activations are sent: tell the other rank what they are, if it is the first time.
+
+        Args:
+            border: The stage that has computed them.
+            key: All that their shapes follow from.
+            spec: Of the activations.
+            target: Place of the other rank; None if there is none.
+
+        Raises:
+            ScheduleError: They are not what they were before.
+        """
+        known = self._specs.get((border, key))
+        if known is None:
+            self._specs[border, key] = spec
+            if target is not None:
+                data = torch.frombuffer(bytearray(pickle.dumps((key, spec))), dtype=torch.uint8)
+                for tensor in (torch.tensor([data.numel()]), data):
+                    self._controls.append((self._isend(tensor, target, self._groups.control, border), tensor))
+        elif known != spec:
+            raise ScheduleError(
+                f"Stage {border} gives {_described(spec)} where it gave {_described(known)} for microbatches of the "
+                f"same shapes; expected shapes and types that follow from those of the input. Pad to a fixed length, "
+                f"or leave this layer out of the pipeline."
+            )
+
+    def ask_spec(self, border: int, key: Hashable, source: int) -> NestedSpec:
+        """Wait until the other rank has told what it sends, if it is the first time.
+
+        Args:
+            border: The stage that computes.
+            key: All that the shapes follow from.
+            source: Place of the other rank.
+
+        Returns:
+            What will come.
+        """
+        while (border, key) not in self._specs:
+            size = torch.empty(1, dtype=torch.int64)
+            self._recv(size, source, self._groups.control, border)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            self._recv(data, source, self._groups.control, border)
+            other, spec = pickle.loads(data.numpy().tobytes())
+            self._specs[border, other] = spec
+        return self._specs[border, key]
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Post a message. Its tensors are kept until they have left.
+
+        Args:
+            message: Whose source this rank is.
+            tensors: On the device.
+        """
+        self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
+        group = self._groups.directed[message.source, message.target]
+        for index, tensor in enumerate(tensors):
+            if tensor.numel():
+                tensor = tensor.detach().contiguous()
+                self._sent.append((self._isend(tensor, message.target, group, self._tag(message, index)), tensor))
+
+    def receive(self, message: Message, specs: Sequence[TensorSpec]) -> Callable[[], list[Tensor]]:
+        """Post what will come.
+
+        Args:
+            message: Whose target this rank is.
+            specs: Of its tensors.
+
+        Returns:
+            What waits for them; on a CUDA device the current stream waits, not the host.
+        """
+        group = self._groups.directed[message.source, message.target]
+        tensors = [spec.empty(self._device) for spec in specs]
+        with self._lost_peer("receiving"):
+            works = [
+                distributed.irecv(tensor, self._groups.ranks[message.source], group, self._tag(message, index))
+                for index, tensor in enumerate(tensors)
+                if tensor.numel()
+            ]
+
+        def wait() -> list[Tensor]:
+            with self._lost_peer(f"waiting for {_named(message)}"):
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            return tensors
+
+        return wait
+
+    def share(self, tensors: Sequence[Tensor], source: int) -> Callable[[], None]:
+        """Give tensors from one rank to all of the pipeline.
+
+        Args:
+            tensors: On the device: the values at the source, memory for them elsewhere.
+            source: Place of the rank.
+
+        Returns:
+            What waits for them.
+        """
+        with self._lost_peer("sending the output"):
+            works = [
+                distributed.broadcast(tensor, self._groups.ranks[source], self._groups.output, async_op=True)
+                for tensor in tensors
+                if tensor.numel()
+            ]
+
+        def wait() -> None:
+            with self._lost_peer("waiting for the output of the last stage"):
+                for work in works:
+                    assert work is not None
+                    work.wait()
+
+        return wait
+
+    def share_object(self, value: Any, source: int) -> Any:
+        """Give a value from one rank to all of the pipeline.
+
+        Args:
+            value: Anything that can be pickled; only the source's counts.
+            source: Place of the rank.
+
+        Returns:
+            The source's.
+        """
+        box = [value]
+        with self._lost_peer("agreeing"):
+            distributed.broadcast_object_list(box, self._groups.ranks[source], self._groups.control)
+        return box[0]
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        sent, self._sent = self._sent, []
+        controls, self._controls = self._controls, []
+        with self._lost_peer("sending"):
+            for work, _ in [*controls, *sent]:
+                work.wait()
+
+    def _tag(self, message: Message, index: int) -> int:
+        number = (message.microbatch * self._num_stages + message.stage) * 2 + message.is_grad
+        return number * _MOST_LEAVES + index
+
+    def _isend(self, tensor: Tensor, target: int, group: Any, tag: int) -> Any:
+        with self._lost_peer("sending"):
+            return distributed.isend(tensor, self._groups.ranks[target], group, tag)
+
+    def _recv(self, tensor: Tensor, source: int, group: Any, tag: int) -> None:
+        with self._lost_peer("waiting to be told what comes"):
+            distributed.recv(tensor, self._groups.ranks[source], group, tag)
+
+    def _lost_peer(self, what: str) -> _LostPeer:
+        return _LostPeer(what, self._groups)
+
+
+class _LostPeer:
+    """Says which rank of which pipeline failed in what, rather than what the backend says."""
+
+    def __init__(self, what: str, groups: PipelineGroups) -> None:
+        self._what, self._groups = what, groups
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, SyncError):
+            _fail(self._what, self._groups, error)
+
+
+def _fail(what: str, groups: PipelineGroups, error: RuntimeError) -> NoReturn:
+    raise SyncError(
+        f"Rank {distributed.get_rank()} (place {groups.place} of the pipeline of ranks {groups.ranks[0]} to "
+        f"{groups.ranks[-1]}) failed in {what}: another rank is gone, has ended earlier, or did not answer in time, "
+        f"and its own output says why. Training cannot go on; start again from the latest checkpoint. "
+        f"({str(error).splitlines()[0][:200]})"
+    ) from error
+
+
+def _named(message: Message) -> str:
+    what = "the gradient for" if message.is_grad else "the input of"
+    return f"{what} stage {message.stage}, microbatch {message.microbatch}, from rank {message.source} of the pipeline"
+
+
+def _described(spec: NestedSpec) -> str:
+    parts = [
+        f"{leaf.shape} {str(leaf.dtype).removeprefix('torch.')}{'' if leaf.requires_grad else ' without a gradient'}"
+        if isinstance(leaf, TensorSpec)
+        else repr(leaf)[:40]
+        for leaf in spec.leaves
+    ]
+    return ", ".join(parts) or "nothing"

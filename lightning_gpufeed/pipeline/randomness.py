@@ -1,0 +1,108 @@
+"""Random numbers in the layers of a pipeline: the same for any number of ranks, and of no effect outside of it.
+
+Each layer draws, for each microbatch, from a generator that starts at a number made from the seed of the process, the
+step, the layer and the microbatch. So a layer drops out the same wherever it is, and what a rank draws outside of the
+pipeline does not depend on which layers it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["Draws", "may_draw", "put_back"]
+
+_NEVER_DRAW = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Embedding,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+)
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether a layer's forward may draw random numbers.
+
+    Args:
+        layer: Any.
+
+    Returns:
+        False for layers of torch that never do, and `nn.Sequential` of them; True for all others.
+    """
+    if type(layer) is nn.Sequential:
+        return any(map(may_draw, layer))
+    return type(layer) not in _NEVER_DRAW
+
+
+class Draws:
+    """Where the generators start, for one forward through the pipeline."""
+
+    def __init__(self, replica: int, step: int) -> None:
+        """Fix the numbers.
+
+        Args:
+            replica: Which of the pipelines: each drops out something else.
+            step: A count of forwards, the same on all ranks.
+        """
+        self._text = f"{torch.initial_seed()}/{replica}/{step}"
+
+    def begin(self, layer_index: int, microbatch: int) -> None:
+        """Set the generators of torch, on the host and on all devices.
+
+        Args:
+            layer_index: In the whole model.
+            microbatch: In the batch.
+        """
+        digest = hashlib.blake2b(f"{self._text}/{layer_index}/{microbatch}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+@contextmanager
+def put_back(device: torch.device) -> Iterator[None]:
+    """Leave torch's generators as they were.
+
+    Args:
+        device: Whose generator, beside the host's.
+
+    Yields:
+        Nothing.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        yield

@@ -1,0 +1,150 @@
+"""Gives what the last stage computes to all ranks, so that each can compute the loss; each microbatch's on its own.
+
+A check goes along: do all ranks have the same batch? A loader that shuffles on each rank by itself would train the
+first stage on other samples than the last, without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpufeed.errors import ScheduleError
+from lightning_gpufeed.pipeline.call import Call
+from lightning_gpufeed.pipeline.links import Links
+from lightning_gpufeed.pipeline.nested import NestedSpec, concatenate, flatten
+from lightning_gpufeed.pipeline.program import Program
+
+__all__ = ["OutputSharing", "fingerprint"]
+
+_MOST_SAMPLED = 256
+_FIRST_CHECKED, _CHECKED_EVERY = 8, 64
+
+
+class OutputSharing:
+    """From one rank to all of the pipeline, batch after batch."""
+
+    def __init__(self, links: Links, source: int, num_stages: int, device: torch.device) -> None:
+        """Nothing is known yet.
+
+        Args:
+            links: To the other ranks.
+            source: Place of the rank that has the last stage.
+            num_stages: Of the pipeline.
+            device: Where outputs are.
+        """
+        self._links, self._source, self._device, self._border = links, source, device, num_stages - 1
+        self._is_source = links.groups.place == source
+        self._specs: dict[Hashable, NestedSpec] = {}
+        self._num_calls = 0
+        self._waits: list[Callable[[], None]] = []
+        self._parts: dict[int, tuple[NestedSpec, list[Tensor]]] = {}
+
+    def begin(self, call: Call, program: Program) -> None:
+        """Before the forwards: post what is known to come.
+
+        Args:
+            call: The batch.
+            program: What is about to be carried out; outputs are shared in its order.
+        """
+        self._waits, self._parts = [], {}
+        is_known = all(key in self._specs for key in call.batch.keys)
+        call.batch.on_output = None
+        if is_known and self._is_source:
+            call.batch.on_output = lambda microbatch, output: self._give(call, microbatch, output)
+        elif is_known:
+            for microbatch in self._order(program):
+                self._take(call, microbatch)
+
+    def _order(self, program: Program) -> list[int]:
+        actions = program.ranks[self._source]
+        return [one.microbatch for one in actions if one.kind == "F" and one.stage == self._border]
+
+    def collect(self, call: Call, program: Program) -> Any:
+        """After the forwards.
+
+        Args:
+            call: The batch.
+            program: That was carried out.
+
+        Returns:
+            The whole output, on every rank, cut off from any graph.
+
+        Raises:
+            ScheduleError: Ranks have different batches, or the output cannot be put together.
+        """
+        unknown = [key for key in dict.fromkeys(call.batch.keys) if key not in self._specs]
+        if unknown:
+            told = {}
+            if self._is_source:
+                told = {call.batch.keys[place]: NestedSpec.of(one) for place, one in call.batch.outputs.items()}
+            self._specs.update(self._links.share_object(told, self._source))
+            for microbatch in self._order(program):
+                if self._is_source:
+                    self._give(call, microbatch, call.batch.outputs[microbatch])
+                else:
+                    self._take(call, microbatch)
+        self._num_calls += 1
+        if self._num_calls <= _FIRST_CHECKED or self._num_calls % _CHECKED_EVERY == 0:
+            self._check_batch(call)
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+        if self._is_source:
+            parts = [call.batch.outputs[place] for place in range(len(call.sizes))]
+            call.batch.outputs = {}
+        else:
+            given = [self._parts[place] for place in range(len(call.sizes))]
+            for spec, tensors in given:
+                for tensor, its in zip(tensors, spec.tensors, strict=True):
+                    tensor.requires_grad_(its.requires_grad)
+            parts = [spec.build(tensors) for spec, tensors in given]
+            self._parts = {}
+        with torch.no_grad():
+            return concatenate(parts, call.sizes)
+
+    def _give(self, call: Call, microbatch: int, output: Any) -> None:
+        self._links.tell_spec(self._border, call.batch.keys[microbatch], NestedSpec.of(output), None)
+        tensors = [leaf.detach().contiguous() for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+        self._waits.append(self._links.share(tensors, self._source))
+
+    def _take(self, call: Call, microbatch: int) -> None:
+        spec = self._specs[call.batch.keys[microbatch]]
+        tensors = [its.empty(self._device) for its in spec.tensors]
+        self._parts[microbatch] = spec, tensors
+        self._waits.append(self._links.share(tensors, self._source))
+
+    def _check_batch(self, call: Call) -> None:
+        own = fingerprint(call.value, self._device)
+        theirs = own.clone()
+        self._links.share([theirs], self._source)()
+        if not torch.equal(own, theirs):
+            raise ScheduleError(
+                "The ranks of one pipeline were given different batches; expected the same batch on all of them. Let "
+                "Lightning's own sampler distribute (use_distributed_sampler=True), or have a loader of your own shard "
+                "by replica, not by rank."
+            )
+
+
+def fingerprint(value: Any, device: torch.device) -> Tensor:
+    """A number that differs, most likely, if a batch does.
+
+    Args:
+        value: Any nest.
+        device: Where to compute it.
+
+    Returns:
+        One float64, from up to 256 elements of each tensor.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for place, leaf in enumerate(flatten(value)[0]):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            flat = leaf.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _MOST_SAMPLED)]
+            some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
+            some = torch.nan_to_num(some.to(device=device, dtype=torch.float64))
+            total += (some * torch.arange(1, some.numel() + 1, device=device)).sum() * (place + 1) + leaf.numel()
+    return total

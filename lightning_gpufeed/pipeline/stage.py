@@ -1,0 +1,193 @@
+"""One stage on one rank: forward, input gradient and weight gradient of one microbatch at a time. Sends nothing.
+
+::
+
+    forward        input ──► layers ──► output          the graph is kept; it begins at the input
+    input_grad     input.grad ◄── layers ◄── gradient   the graph is gone; weight gradients wait
+    weight_grad    .grad of the parameters              what waited for this microbatch, in the order it came
+
+Why not `torch.distributed.pipelining`'s split backward: it runs the whole backward of a custom autograd function twice,
+recomputes a checkpointed block once for each group of parameters, and fires no hook on a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpufeed.backprop.order import BackwardOrder
+from lightning_gpufeed.backprop.split import WeightGradSplitter, splittable_layers
+from lightning_gpufeed.backprop.tasks import TaskKey
+from lightning_gpufeed.pipeline.nested import flatten, unflatten
+from lightning_gpufeed.pipeline.randomness import Draws, may_draw
+
+__all__ = ["Held", "Stage"]
+
+
+@dataclass(eq=False)
+class Held:
+    """What backward needs of one microbatch.
+
+    Attributes:
+        inputs: Tensors that begin the graph.
+        outputs: Tensors that end it.
+        waiting: Keys of the weight gradients that wait.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    waiting: tuple[TaskKey, ...] = ()
+
+
+class Stage:
+    """Consecutive layers of a model."""
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        *,
+        is_split: bool,
+        is_checkpointed: bool = False,
+    ) -> None:
+        """Take the layers.
+
+        Args:
+            index: Of the stage in the pipeline.
+            layers: One after the other.
+            first_layer: Place of the first one in the model.
+            is_split: Whether weight gradients are computed apart from input gradients.
+            is_checkpointed: Whether each layer's forward is run a second time in backward, rather than kept.
+        """
+        self.index = index
+        self.layers = tuple(layers)
+        self._first_layer, self._is_checkpointed = first_layer, is_checkpointed
+        self._draws = [may_draw(layer) for layer in layers]
+        self._splitter: WeightGradSplitter | None = None
+        if is_split:
+            model = nn.ModuleList(layers)
+            self._splitter = WeightGradSplitter(model, BackwardOrder(last=splittable_layers(model)[0]))
+            self._splitter.is_open = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all layers, each once."""
+        return list(nn.ModuleList(self.layers).parameters())
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Of all layers, each once."""
+        return list(nn.ModuleList(self.layers).buffers())
+
+    @property
+    def pending_bytes(self) -> int:
+        """What weight gradients that wait keep alive."""
+        return 0 if self._splitter is None else self._splitter.pending_bytes
+
+    def forward(self, value: Any, microbatch: int, draws: Draws, *, has_backward: bool) -> tuple[Any, Held | None]:
+        """Run the layers.
+
+        Args:
+            value: The input, any nest. Its tensors are not changed; those that require a gradient get one.
+            microbatch: Which.
+            draws: Of this forward.
+            has_backward: Whether an input gradient follows.
+
+        Returns:
+            The output, cut off from its graph, and what backward needs; None if there is none.
+        """
+        leaves, structure = flatten(value)
+        if not has_backward:
+            return self._run(unflatten(leaves, structure), microbatch, draws), None
+        leaves = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        if self._splitter is not None:
+            self._splitter.is_open = True
+        try:
+            output = self._run(unflatten(leaves, structure), microbatch, draws)
+        finally:
+            if self._splitter is not None:
+                self._splitter.is_open = False
+        given, structure = flatten(output)
+        held = Held(
+            [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad],
+            [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad],
+        )
+        detached = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given
+        ]
+        return unflatten(detached, structure), held
+
+    def _run(self, value: Any, microbatch: int, draws: Draws) -> Any:
+        for place, (layer, has_draws) in enumerate(zip(self.layers, self._draws, strict=True)):
+            if has_draws:
+                draws.begin(self._first_layer + place, microbatch)
+            if self._is_checkpointed and torch.is_grad_enabled():
+                value = checkpoint(layer, value, use_reentrant=False, preserve_rng_state=has_draws)
+            else:
+                value = layer(value)
+        return value
+
+    def input_grad(self, held: Held, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Run backward; weight gradients that can wait do.
+
+        Args:
+            held: Of the microbatch. Its graph is gone afterwards.
+            grads: For each output that requires one.
+
+        Returns:
+            For each input that requires one; zeros for what the output does not depend on.
+        """
+        splitter = self._splitter
+        num_before = 0 if splitter is None else splitter.num_pending
+        if held.outputs:
+            with self._open_for_recomputation(), torch.autocast(held.outputs[0].device.type, enabled=False):
+                torch.autograd.backward(held.outputs, list(grads))
+        if splitter is not None:
+            held.waiting = splitter.waiting()[num_before:]
+        found = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held.inputs]
+        held.inputs, held.outputs = [], []
+        return found
+
+    def _open_for_recomputation(self) -> Any:
+        """A layer whose forward is run again in backward is to be split as the first time."""
+        return nullcontext() if self._splitter is None else _Open(self._splitter)
+
+    def weight_grad(self, held: Held) -> None:
+        """Compute what waited.
+
+        Args:
+            held: Of the microbatch.
+        """
+        if self._splitter is not None:
+            self._splitter.run_only(held.waiting)
+        held.waiting = ()
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        if self._splitter is not None:
+            self._splitter.discard()
+
+    def close(self) -> None:
+        """Give the layers their own forward back."""
+        if self._splitter is not None:
+            self._splitter.close()
+
+
+class _Open:
+    def __init__(self, splitter: WeightGradSplitter) -> None:
+        self._splitter = splitter
+
+    def __enter__(self) -> None:
+        self._splitter.is_open = True
+
+    def __exit__(self, *_: object) -> None:
+        self._splitter.is_open = False
