@@ -44,6 +44,7 @@ class PipelineRuntime:
             phases are split.
         why_split: Why such a schedule is carried out in split phases; None if it is not.
         on_stage_done: Told a stage of this rank whose gradients are complete, in backward.
+        on_backward: Told when a backward begins.
         num_calls: Forwards so far.
     """
 
@@ -88,6 +89,7 @@ class PipelineRuntime:
         self.microbatch_loss: MicrobatchLoss | None = None
         self.why_split: str | None = None
         self.on_stage_done: Callable[[int], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
         self.num_calls = 0
         self._has_trained = False
         self._sharing = OutputSharing(links, self._last_rank, schedule.num_stages, device)
@@ -232,6 +234,8 @@ class PipelineRuntime:
                 "Add the losses up and call backward once."
             )
         call.is_done = True
+        if self.on_backward is not None:
+            self.on_backward()
         self._open.discard(call)
         tell = None if len(self._open) else self.on_stage_done
         if call.is_fused:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import optim
 
 from lightning_gpufeed.sync.optimizers import why_inseparable
 
-__all__ = ["why_not_overlap"]
+__all__ = ["raw", "why_not_overlap"]
 
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
@@ -41,3 +44,15 @@ def why_not_overlap(trainer: Trainer, module: LightningModule, optimizer: optim.
     if is_overridden("configure_gradient_clipping", module):
         return "configure_gradient_clipping is overridden and may need all gradients"
     return why_inseparable(optimizer)
+
+
+def raw(optimizer: Any) -> optim.Optimizer:
+    """The torch optimizer.
+
+    Args:
+        optimizer: One, or Lightning's wrapper around it.
+
+    Returns:
+        It, without the wrapper.
+    """
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

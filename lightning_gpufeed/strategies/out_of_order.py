@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -20,16 +19,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn, optim
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_gpufeed.strategies.gate import why_not_overlap
+from lightning_gpufeed.pipeline.plan import PipelineOptions
+from lightning_gpufeed.pipeline.schedule import Schedule
+from lightning_gpufeed.strategies.arguments import check_others, check_verify_every, pipeline_options
+from lightning_gpufeed.strategies.gate import raw, why_not_overlap
 from lightning_gpufeed.strategies.verify import StepVerifier
 from lightning_gpufeed.sync.candidates import PlanOptions
 from lightning_gpufeed.sync.ranks import Ranks
 from lightning_gpufeed.sync.session import GradientSync
 
 __all__ = ["OutOfOrderStrategy"]
-
-_WITHOUT_MEANING = {"static_graph", "gradient_as_bucket_view"}
-"""Arguments of DistributedDataParallel that change nothing here: both are so by themselves."""
 
 
 class OutOfOrderStrategy(DDPStrategy):
@@ -49,17 +48,6 @@ class OutOfOrderStrategy(DDPStrategy):
     other than torch's own that treat each parameter by itself, or hooks on the optimizer's step, all gradients are
     waited for at the end of backward, and the reason is logged once.
 
-    ==================================  =============================================================================
-    Hook                                what it does
-    ==================================  =============================================================================
-    setup                               rank 0's parameters to all; hooks on parameters and modules
-    training_step, validation_step      rank 0's buffers to all, as in DDP; before validation nothing is on its way
-    backward                            gradients are sent as they come; weight gradients that waited
-    optimizer_step                      the step is noted; a parameter is updated when it is used next
-    on_train_end, checkpoints           all that is on its way is waited for (`synchronize`)
-    teardown                            hooks are taken off; after an error nothing waits for other ranks
-    ==================================  =============================================================================
-
     Example:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(
@@ -69,6 +57,14 @@ class OutOfOrderStrategy(DDPStrategy):
     Source:
         Oh et al., Out-of-order backprop, EuroSys 2022.
     """
+
+    def __new__(cls, *_: Any, pipeline_size: int = 1, **__: Any) -> OutOfOrderStrategy:
+        """With `pipeline_size` a `PipelineStrategy`: one name for what is asked for in one place."""
+        if cls is OutOfOrderStrategy and pipeline_size != 1:
+            from lightning_gpufeed.strategies.pipeline import PipelineStrategy  # which is one of these
+
+            return super().__new__(PipelineStrategy)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -87,6 +83,13 @@ class OutOfOrderStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        pipeline_size: int = 1,
+        num_microbatches: int | None = None,
+        pipeline_module: str | None = None,
+        schedule: str | Schedule = "fast_forward",
+        layers_per_stage: int | Literal["auto"] = "auto",
+        activation_checkpointing: bool = False,
         **kwargs: Any,
     ) -> None:
         """Check the arguments.
@@ -97,7 +100,8 @@ class OutOfOrderStrategy(DDPStrategy):
             cross_iteration: Whether parameters are updated in the next forward, rather than when all gradients have
                 arrived. "auto": if that is measured to be faster; with a given `reverse_first_k`, always.
             bucket_bytes: Least size of a message, but for the last ones. "auto": the best that is found.
-            memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank; None for no limit.
+            memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank; in a pipeline, most
+                that activations may take in a schedule that is found by measuring. None for no limit.
             verify_every: Every so many optimizer steps a step is computed a second time the plain way and compared bit
                 by bit; the first tensor that differs ends the training with its name. 0: never. Such a step takes more
                 than twice as long, and twice the memory of its activations. Automatic optimization only.
@@ -112,22 +116,32 @@ class OutOfOrderStrategy(DDPStrategy):
             process_group_backend: As in `DDPStrategy`.
             timeout: How long a rank waits for the others before it fails.
             start_method: As in `DDPStrategy`.
+            pipeline_size: Ranks that share a model. From 2 on this is a `PipelineStrategy`, which says what that is.
+            num_microbatches: Of a batch, in a pipeline; None for four for each rank of it.
+            pipeline_module: Name of the `nn.Sequential` to share out, or of a method that returns layers in order.
+                None: the only one that there is.
+            schedule: Order of a step in a pipeline: "fast_forward", "gpipe", "1f1b", "interleaved", "zero_bubble",
+                "zbv", a `pipeline.schedule.Schedule` or its text; "auto": the fastest by measured times.
+            layers_per_stage: How many layers make a stage; the stages are dealt out in turn. "auto": the fastest.
+            activation_checkpointing: Whether forwards of layers are run again in backward, rather than kept.
             **kwargs: `static_graph` and `gradient_as_bucket_view` of `DistributedDataParallel`, without an effect.
 
         Raises:
             ValueError: A value is out of range, or an argument of `DDPStrategy` has no place here.
         """
         self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes)
-        if "bucket_cap_mb" in kwargs:
-            raise ValueError("bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'.")
-        refused = sorted(kwargs.keys() - _WITHOUT_MEANING)
-        if refused:
-            raise ValueError(
-                f"{', '.join(refused)}: gradients are reduced without DistributedDataParallel here, so there is no "
-                "place for it. Expected the arguments of OutOfOrderStrategy; DDPStrategy takes the others."
-            )
-        if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
-            raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
+        check_others(kwargs)
+        check_verify_every(verify_every)
+        asked = (
+            pipeline_size,
+            num_microbatches,
+            schedule,
+            layers_per_stage,
+            memory_cap_bytes,
+            activation_checkpointing,
+        )
+        self._pipeline_options = pipeline_options(PipelineOptions(*asked), self._options, verify_every)
+        self._pipeline_module = pipeline_module
         self._verify_every, self._num_steps = verify_every, 0
         self._find_unused_parameters, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         super().__init__(
@@ -172,7 +186,7 @@ class OutOfOrderStrategy(DDPStrategy):
         super().setup(trainer)
         if self._sync is not None:
             for optimizer in self.optimizers:
-                self._sync.steps.watch_state(_raw(optimizer))
+                self._sync.steps.watch_state(raw(optimizer))
 
     def configure_ddp(self) -> None:
         """Make all ranks start equal, and watch the module from now on."""
@@ -232,8 +246,7 @@ class OutOfOrderStrategy(DDPStrategy):
                 self._sync.are_buffers_due = False  # as in DDP, which sends them once if optimization is manual
         if self._verifier is None or not self._sync.is_syncing or (self._num_steps + 1) % self._verify_every:
             return super().training_step(*args, **kwargs)
-        run = partial(super().training_step, *args, **kwargs)
-        return self._verifier.forward(run, self._plain_backward)
+        return self._verifier.forward(partial(super().training_step, *args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, from rank 0's buffers if it is part of a training.
@@ -261,34 +274,31 @@ class OutOfOrderStrategy(DDPStrategy):
         Returns:
             The loss without its graph.
         """
-        if self._sync is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._sync.backward_begins(closure_loss)
-        is_verified = self._verifier is not None and self._verifier.is_at_work
-        if self._verifier is not None and is_verified:
-            self._verifier.backward_begins()
+        self._backward_begins(closure_loss)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._sync.backward_ends()
-        if self._verifier is not None and is_verified:
-            self._verifier.backward_ends()
+        self._backward_ends()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
+    def _backward_begins(self, loss: Tensor) -> None:
+        if self._sync is not None:
+            self._sync.backward_begins(loss)
+        if self._verifier is not None and self._verifier.is_at_work:
+            self._verifier.backward_begins()
+
+    def _backward_ends(self) -> None:
+        if self._sync is not None:
+            self._sync.backward_ends()
+        if self._verifier is not None and self._verifier.is_at_work:
+            self._verifier.backward_ends()
+
     def _is_automatic(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
-
-    def _plain_backward(self, loss: Tensor) -> None:
-        """As the loop would, without anybody being told."""
-        assert self._trainer is not None
-        loss = loss / self._trainer.accumulate_grad_batches
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        assert self.lightning_module is not None
-        self.lightning_module.backward(loss if scaler is None else scaler.scale(loss))
 
     def optimizer_step(
         self,
@@ -314,7 +324,7 @@ class OutOfOrderStrategy(DDPStrategy):
         assert isinstance(module, LightningModule)
         assert self._trainer is not None
         reason = f"its step was given {', '.join(kwargs)}" if kwargs else None
-        reason = reason or why_not_overlap(self._trainer, module, _raw(optimizer))
+        reason = reason or why_not_overlap(self._trainer, module, raw(optimizer))
         self._sync.can_cross = reason is None
         self._num_steps += 1
         if reason is not None:
@@ -326,8 +336,8 @@ class OutOfOrderStrategy(DDPStrategy):
         result = closure()
         self.precision_plugin._after_closure(module, optimizer)
         if self._verifier is not None and self._verifier.is_at_work:
-            self._verifier.step(_raw(optimizer))
-        self._sync.step(_raw(optimizer))
+            self._verifier.step(raw(optimizer))
+        self._sync.step(raw(optimizer))
         return result
 
     @contextmanager
@@ -389,8 +399,3 @@ class OutOfOrderStrategy(DDPStrategy):
         if message not in self._said:
             self._said.add(message)
             rank_zero_info(f"{type(self).__name__}: {message}")
-
-
-def _raw(optimizer: Any) -> optim.Optimizer:
-    """The torch optimizer, without Lightning's wrapper."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

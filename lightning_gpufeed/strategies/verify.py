@@ -14,6 +14,7 @@ from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.recover.attributes import AttributeStates
 from lightning_gpufeed.recover.metrics import MetricStates, find_metrics
 from lightning_gpufeed.recover.snapshot import GeneratorStates
+from lightning_gpufeed.strategies.quiet import unlogged
 from lightning_gpufeed.sync.awaited import unsettled
 from lightning_gpufeed.sync.optimizers import PendingStep
 from lightning_gpufeed.sync.session import GradientSync
@@ -51,12 +52,11 @@ class StepVerifier:
         """Whether the step under way is compared."""
         return self._plain is not None
 
-    def forward(self, run: Callable[[], Any], backward: Callable[[Tensor], None]) -> Any:
+    def forward(self, run: Callable[[], Any]) -> Any:
         """Run the module's step twice.
 
         Args:
             run: The module's step.
-            backward: Backward from its loss, as plain as possible.
 
         Returns:
             What the first run gives.
@@ -73,11 +73,11 @@ class StepVerifier:
         after = _States(self._module, self._device)
         before.put_back()
         try:
-            with self._sync.paused(), _unlogged(self._module), self._without_gradients():
+            with self._sync.paused(), unlogged(self._module), self._without_gradients():
                 # Backward of the first run needs its buffers as they are, so the second has others.
                 with _exchanged(self._module, copies):
                     loss = _loss(run())
-                backward(loss)
+                self._backward(loss)
             self._compare("the loss", "loss", _loss(output), loss)
             for name, buffer in self._module.named_buffers():
                 if id(buffer) in copies:
@@ -85,6 +85,13 @@ class StepVerifier:
         finally:
             after.put_back()
         return output
+
+    def _backward(self, loss: Tensor) -> None:
+        """As the loop would, without anybody being told."""
+        trainer = self._module.trainer
+        loss = loss / trainer.accumulate_grad_batches
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._module.backward(loss if scaler is None else scaler.scale(loss))
 
     def backward_begins(self) -> None:
         """Note what gradients are there already, of earlier microbatches."""
@@ -206,16 +213,6 @@ def _exchanged(module: nn.Module, copies: Mapping[int, Tensor]) -> Iterator[None
     finally:
         for table, name, one in places:
             table[name] = one
-
-
-@contextmanager
-def _unlogged(module: nn.Module) -> Iterator[None]:
-    """What is logged is not."""
-    module.__dict__["log"] = module.__dict__["log_dict"] = lambda *arguments, **options: None
-    try:
-        yield
-    finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
 
 
 def _loss(output: Any) -> Tensor:

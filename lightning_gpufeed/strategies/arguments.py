@@ -1,0 +1,76 @@
+"""Arguments of `OutOfOrderStrategy` that have no place there, or a wrong value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning_gpufeed.pipeline.plan import PipelineOptions
+from lightning_gpufeed.sync.candidates import PlanOptions
+
+__all__ = ["check_others", "check_verify_every", "pipeline_options"]
+
+_WITHOUT_MEANING = {"static_graph", "gradient_as_bucket_view"}
+"""Arguments of DistributedDataParallel that change nothing here: both are so by themselves."""
+
+
+def check_others(names: Collection[str]) -> None:
+    """Make sure that no argument is passed over in silence.
+
+    Args:
+        names: Of arguments that the strategy does not have itself.
+
+    Raises:
+        ValueError: One is of `DDPStrategy`, and has no place here.
+    """
+    if "bucket_cap_mb" in names:
+        raise ValueError("bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'.")
+    refused = sorted(set(names) - _WITHOUT_MEANING)
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)}: gradients are reduced without DistributedDataParallel here, so there is no "
+            "place for it. Expected the arguments of OutOfOrderStrategy; DDPStrategy takes the others."
+        )
+
+
+def check_verify_every(verify_every: Any) -> None:
+    """Make sure that it is a number of steps.
+
+    Args:
+        verify_every: As given.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
+        raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
+
+
+def pipeline_options(options: PipelineOptions, sync: PlanOptions, verify_every: int) -> PipelineOptions | None:
+    """What is asked for of a pipeline.
+
+    Args:
+        options: Of the pipeline.
+        sync: Of data parallel training.
+        verify_every: Likewise.
+
+    Returns:
+        None if no pipeline is asked for.
+
+    Raises:
+        ValueError: An argument of the one is given for the other.
+    """
+    if options.pipeline_size == 1:
+        if options.num_microbatches is not None:
+            raise ValueError(
+                f"num_microbatches is {options.num_microbatches}, but pipeline_size is 1; expected a pipeline_size "
+                "from 2 on, or no num_microbatches."
+            )
+        return None
+    if (sync.reverse_first_k, sync.cross_iteration, sync.bucket_bytes) != ("auto", "auto", "auto") or verify_every:
+        raise ValueError(
+            f"reverse_first_k, cross_iteration, bucket_bytes and verify_every are of data parallel training, and "
+            f"pipeline_size is {options.pipeline_size}; expected them left out. In a pipeline each stage's gradients "
+            "are reduced as soon as they are complete."
+        )
+    return options

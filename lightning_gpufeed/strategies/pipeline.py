@@ -1,0 +1,329 @@
+"""`PipelineStrategy`: says when a step's parts begin and end; `pipeline.PipelineSession` does the rest.
+
+Private names, each asserted in `tests/test_private_api.py`:
+
+===================================================  ===============================================================
+name                                                 what for
+===================================================  ===============================================================
+Trainer._accelerator_connector, and its attribute    with one pipeline there is nothing to distribute, and a sampler
+use_distributed_sampler                              of Lightning's would shuffle
+nn.Module._apply(..., recurse=False)                 moves the tensors of a module, and not those of its layers
+===================================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, optim
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_gpufeed.errors import ScheduleError
+from lightning_gpufeed.pipeline.foreign import is_foreign
+from lightning_gpufeed.pipeline.links import PipelineGroups
+from lightning_gpufeed.pipeline.nested import flatten, split
+from lightning_gpufeed.pipeline.session import PipelineSession
+from lightning_gpufeed.strategies.gate import raw
+from lightning_gpufeed.strategies.out_of_order import OutOfOrderStrategy
+from lightning_gpufeed.strategies.quiet import QuietStep
+
+__all__ = ["PipelineStrategy"]
+
+
+class PipelineStrategy(OutOfOrderStrategy):
+    """Pipeline parallel training: what `OutOfOrderStrategy(pipeline_size=...)` is from 2 on.
+
+    The layers of one `nn.Sequential` of the module are shared out among ranks. When `training_step` calls it, the batch
+    goes through all of them in microbatches, and the whole output is there on every rank; so `training_step`, what it
+    logs and what callbacks read are as on one device. A rank computes input gradients before weight gradients, so that
+    the rank before it can go on (`schedule`), and may have several stages in turn (`layers_per_stage`). Several
+    pipelines train on different batches: 8 devices with `pipeline_size=4` are two replicas.
+
+    Equal to training on one device on the same microbatches: weights bit by bit where a loss's own rounding does not
+    depend on how many samples it sees, otherwise to 1e-6; outputs in evaluation exactly. Not equal: BatchNorm takes its
+    statistics from each microbatch, and dropout draws other random numbers (the same for any number of ranks).
+
+    With "1f1b", "interleaved", "zero_bubble" and "zbv" backward begins before all forwards are done. For that
+    `training_step` is run a second time, on one rank and for each microbatch, with what it logs, counts and draws put
+    back. Where its loss is not the mean over samples, or the model's input is drawn at random, that is noticed, said
+    once, and backward begins after all forwards.
+
+    ==================================  =============================================================================
+    Hook                                what it does
+    ==================================  =============================================================================
+    setup                               rank 0's weights to all; layers of other ranks give their memory back
+    training_step                       in the first one layers are measured, if a decision needs it
+    backward                            gradients are averaged over replicas, each stage's when it is complete
+    checkpoints                         full ones, as of one device; all ranks take part
+    teardown                            every rank has all weights again
+    ==================================  =============================================================================
+    """
+
+    _session: PipelineSession | None = None
+    _groups: PipelineGroups | None = None
+    _quiet: QuietStep | None = None
+    _has_switched = False
+
+    @property
+    def pipeline_session(self) -> PipelineSession | None:
+        """The pipeline, with its plan; None unless something runs."""
+        return self._session
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a pipeline have the same batches."""
+        size = self._size
+        return {"num_replicas": self.num_nodes * self.num_processes // size, "rank": self.global_rank // size}
+
+    @property
+    def _size(self) -> int:
+        assert self._pipeline_options is not None
+        return self._pipeline_options.pipeline_size
+
+    def setup_environment(self) -> None:
+        """As in `DDPStrategy`, and check that pipelines can be made of the ranks.
+
+        Raises:
+            ValueError: The number of ranks is no multiple of `pipeline_size`.
+        """
+        num_ranks = self.num_nodes * self.num_processes
+        if num_ranks % self._size:
+            raise ValueError(
+                f"pipeline_size is {self._size}, and there are {num_ranks} ranks (devices x num_nodes); expected a "
+                "multiple of it. Change devices, num_nodes or pipeline_size."
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """As in `DDPStrategy`; layers of other ranks do not come to the device.
+
+        Args:
+            trainer: The Trainer.
+
+        Raises:
+            ScheduleError: The module cannot be cut, or its optimizer needs gradients of all layers at once.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self._trainer, self._has_failed = trainer, False
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.lightning_module)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        assert self._pipeline_options is not None
+        if is_fitting:
+            # Before layers go: an optimizer that is fused refuses parameters without memory.
+            self.setup_optimizers(trainer)
+            self._check_optimizers()
+        self._groups = PipelineGroups.create(self._size, self._timeout)
+        self._session = PipelineSession(
+            self.lightning_module,
+            self._pipeline_options,
+            self._groups,
+            self.root_device,
+            pipeline_module=self._pipeline_module,
+            is_training=is_fitting,
+            broadcast_buffers=self._broadcast_buffers,
+            on_message=self._say,
+        )
+        self._move_others()
+        self._sampler_switch = trainer._accelerator_connector
+        if self._session.num_replicas == 1 and self._sampler_switch.use_distributed_sampler:
+            # Nothing to distribute: every rank reads what one device would, in the order that the user's loader has.
+            self._sampler_switch.use_distributed_sampler, self._has_switched = False, True
+        self.setup_precision_plugin()
+        if is_fitting:
+            for optimizer in self.optimizers:
+                self._session.watch(raw(optimizer))
+            self._quiet = QuietStep(self.lightning_module)
+            self._share_overflows()
+            self._clip_together()
+            self._warn_of_batch_norm()
+
+    def _check_optimizers(self) -> None:
+        for optimizer in map(raw, self.optimizers):
+            if isinstance(optimizer, optim.LBFGS):
+                raise ScheduleError(
+                    "LBFGS makes one vector of all gradients, and each rank of a pipeline has those of its own layers "
+                    "alone; expected an optimizer that treats each parameter by itself, such as AdamW."
+                )
+
+    def _move_others(self) -> None:
+        """To the device: what is in no layer. The layers come when it is known whose they are."""
+        assert self.lightning_module is not None
+        assert self._session is not None
+        layers = {id(part) for layer in self._session.layers.layers for part in layer.modules()}
+        for module in self.lightning_module.modules():
+            if id(module) not in layers:
+                module._apply(self._here, recurse=False)  # type: ignore[no-untyped-call]
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor if is_foreign(tensor) else tensor.to(self.root_device)
+
+    def _share_overflows(self) -> None:
+        """With 16-mixed: all ranks skip a step if one has to."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if type(scaler) is torch.amp.GradScaler:
+            shared = ShardedGradScaler(self.root_device.type)
+            shared.load_state_dict(scaler.state_dict())
+            self.precision_plugin.scaler = shared  # type: ignore[attr-defined]
+
+    def _clip_together(self) -> None:
+        """By the norm over all layers, those of other ranks too."""
+
+        def clip(optimizer: optim.Optimizer, clip_val: float) -> None:
+            assert self._session is not None
+            self._session.clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
+
+        self.precision_plugin.__dict__["clip_grad_by_norm"] = clip
+
+    def _warn_of_batch_norm(self) -> None:
+        assert self._session is not None
+        assert self._pipeline_options is not None
+        names = [
+            name
+            for name, layer in zip(self._session.layers.names, self._session.layers.layers, strict=True)
+            if any(isinstance(part, _BatchNorm) for part in layer.modules())
+        ]
+        if names:
+            rank_zero_warn(
+                f"{names[0]}{f' and {len(names) - 1} more layers' * (len(names) > 1)} of the pipeline normalise over a "
+                f"batch: in training they see one of {self._pipeline_options.microbatches} microbatches at a time, so "
+                "statistics are those of a smaller batch. GroupNorm and LayerNorm do not depend on it."
+            )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's.
+
+        Args:
+            *args: Of the module's.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module's gives, the same on all ranks of a pipeline.
+        """
+        assert self._session is not None
+        self._session.begin_step()
+        if self._is_automatic() and args:
+            self._session.microbatch_loss = partial(self._part_of_loss, args, kwargs)
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._session.microbatch_loss = None
+
+    def _part_of_loss(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatch: int, sizes: Sequence[int]
+    ) -> Tensor:
+        """What a microbatch adds to the loss that backward gets, scaled as that will be."""
+        assert self._trainer is not None
+        assert self._quiet is not None
+        batch, *others = args
+        loss = self._quiet.run(split(batch, sizes)[microbatch], *others, **kwargs)
+        loss = loss * (sizes[microbatch] / sum(sizes)) / self._trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's.
+
+        Args:
+            *args: Of the module's.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module's gives, the same on all ranks of a pipeline.
+        """
+        assert self._session is not None
+        self._session.begin_step()
+        return super().validation_step(*args, **kwargs)
+
+    def _backward_ends(self) -> None:
+        if self._session is not None:
+            self._session.end_backward()
+            if self._session.runtime is not None and self._session.runtime.why_split is not None:
+                self._say(f"backward begins after all forwards, because {self._session.runtime.why_split}.")
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients are not averaged, as more are to be added to them.
+
+        Yields:
+            Nothing.
+        """
+        assert self._session is not None
+        before, self._session.is_syncing = self._session.is_syncing, False
+        try:
+            yield
+        finally:
+            self._session.is_syncing = before
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state as on one device.
+
+        Returns:
+            The same on all ranks.
+        """
+        return super().lightning_module_state_dict() if self._session is None else self._session.full_state_dict()
+
+    def optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+        """An optimizer's state as on one device.
+
+        Args:
+            optimizer: Whose.
+
+        Returns:
+            The same on all ranks.
+        """
+        if self._session is None:
+            return super().optimizer_state(optimizer)
+        return self._session.full_optimizer_state(raw(optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As in `DDPStrategy`; states of layers of other ranks take no memory.
+
+        Args:
+            checkpoint: A full one.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        if self._session is not None and self._session.partition is not None:
+            for optimizer in self.optimizers:
+                self._session.partition.drop_state(raw(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """As in `DDPStrategy`, if the checkpoint has all weights.
+
+        Args:
+            checkpoint: To write.
+            filepath: Where.
+            storage_options: Of the `CheckpointIO`.
+
+        Raises:
+            ScheduleError: A callback has put in weights that this rank does not have.
+        """
+        for name, value in checkpoint.items():
+            if any(isinstance(leaf, Tensor) and is_foreign(leaf) for leaf in flatten(value)[0]):
+                raise ScheduleError(
+                    f"{name!r} of the checkpoint has weights of layers that other ranks of the pipeline have, so the "
+                    "file could not be used. A callback or on_save_checkpoint took them from the module; expected it "
+                    "to use checkpoint['state_dict'], which has all of them."
+                )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def teardown(self) -> None:
+        """Every rank has all weights again; after an error only its own."""
+        session, self._session, self._groups, self._quiet = self._session, None, None, None
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._has_switched:
+            self._sampler_switch.use_distributed_sampler, self._has_switched = True, False
+        if session is not None:
+            session.close(has_failed=self._has_failed)
+        super().teardown()
