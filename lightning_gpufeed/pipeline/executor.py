@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from lightning_gpufeed.pipeline.links import Links
 from lightning_gpufeed.pipeline.nested import NestedSpec, flatten
 from lightning_gpufeed.pipeline.program import Message, Program
 from lightning_gpufeed.pipeline.randomness import Draws
+from lightning_gpufeed.pipeline.spans import Spans
 from lightning_gpufeed.pipeline.stage import Held, Stage
 
 __all__ = ["Executor", "Pass"]
@@ -61,7 +61,7 @@ class Executor:
         live_activations: Forwards whose weight gradients are not there yet: one is that of one stage and one
             microbatch.
         peak_activations: Most of them at a time.
-        busy_seconds: That this rank has computed, on the CPU; on other devices nothing is measured.
+        spans: How long this rank computes ("busy"), while that is measured.
     """
 
     def __init__(self, stages: Mapping[int, Stage], links: Links, device: torch.device, num_stages: int) -> None:
@@ -76,7 +76,7 @@ class Executor:
         self._stages, self._links, self._device, self._num_stages = dict(stages), links, device, num_stages
         self._place = links.groups.place
         self.live_activations = self.peak_activations = 0
-        self.busy_seconds = 0.0
+        self.spans = Spans(device)
 
     def run(self, program: Program, one: Pass, on_stage_done: Callable[[int], None] | None = None) -> None:
         """Do all that the program has for this rank.
@@ -112,9 +112,8 @@ class Executor:
             value = one.inputs[microbatch]
         elif value is None:
             value = one.here.pop((False, stage, microbatch))
-        begin = time.perf_counter()
-        output, held = self._stages[stage].forward(value, microbatch, one.draws, has_backward=one.has_backward)
-        self.busy_seconds += time.perf_counter() - begin
+        with self.spans.measure("busy"):
+            output, held = self._stages[stage].forward(value, microbatch, one.draws, has_backward=one.has_backward)
         if held is not None:
             one.held[stage, microbatch] = held
             self.live_activations += 1
@@ -141,9 +140,8 @@ class Executor:
         elif grads is None:
             grads = one.here.pop((True, stage, microbatch))
         held = one.held[stage, microbatch]
-        begin = time.perf_counter()
-        found = self._stages[stage].input_grad(held, grads)
-        self.busy_seconds += time.perf_counter() - begin
+        with self.spans.measure("busy"):
+            found = self._stages[stage].input_grad(held, grads)
         message = program.gives(action)
         if stage == 0:
             one.input_grads[microbatch] = found
@@ -160,9 +158,8 @@ class Executor:
         held = one.held.pop((action.stage, action.microbatch))
         if held.waiting or action.kind == "B":
             self.live_activations -= 1
-        begin = time.perf_counter()
-        self._stages[action.stage].weight_grad(held)
-        self.busy_seconds += time.perf_counter() - begin
+        with self.spans.measure("busy"):
+            self._stages[action.stage].weight_grad(held)
 
 
 class _Inbox:

@@ -41,12 +41,11 @@ class PipelinePlan:
     def __str__(self) -> str:
         """One line for a log."""
         sizes = {len(stage) for stage in self.stages}
-        layers = (
-            f"{min(sizes)} to {max(sizes)} layers" if len(sizes) > 1 else f"{min(sizes)} layer{'s' * (sizes != {1})}"
-        )
+        layers = str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
+        num_virtual = self.schedule.num_virtual
         text = (
-            f"{self.name}, {self.schedule.num_ranks} ranks with {self.schedule.num_virtual} "
-            f"stage{'s' * (self.schedule.num_virtual > 1)} of {layers} each, {self.schedule.num_microbatches} microbatches"
+            f"{self.name}, {self.schedule.num_ranks} ranks with {num_virtual} stage{'s' * (num_virtual > 1)} each, "
+            f"{layers} layers in a stage, {self.schedule.num_microbatches} microbatches"
         )
         if self.step_seconds is None or self.bubble_ratio is None:
             return text

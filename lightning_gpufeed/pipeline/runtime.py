@@ -184,11 +184,12 @@ class PipelineRuntime:
             call: The batch.
             program: Its actions.
         """
-        self._sharing.begin(call, program)
-        with put_back(self.device):
-            self.executor.run(program, call.batch)
-        call.output = self._sharing.collect(call, program)
-        self._links.finish()
+        with self.executor.spans.measure("all"):
+            self._sharing.begin(call, program)
+            with put_back(self.device):
+                self.executor.run(program, call.batch)
+            call.output = self._sharing.collect(call, program)
+            self._links.finish()
 
     def agree(self, reason: str | None) -> str | None:
         """What the rank of the last stage says.
@@ -244,9 +245,9 @@ class PipelineRuntime:
             call.forget()
             self.execute(call, forward_program(call.schedule))
         call.batch.output_grads = of_microbatches(grads, call.sizes)
-        with put_back(self.device):
+        with self.executor.spans.measure("all"), put_back(self.device):
             self.executor.run(backward_program(call.schedule), call.batch, tell)
-        self._links.finish()
+            self._links.finish()
         return self._shared_input_grads(call)
 
     def _shared_input_grads(self, call: Call) -> list[Tensor]:

@@ -37,6 +37,9 @@ from lightning_gpufeed.pipeline.weights import bring_back, broadcast_from_root, 
 
 __all__ = ["PipelineSession"]
 
+_MEASURED_STEPS = (4, 14)
+"""Between which optimizer steps to measure: the first ones connect and agree on shapes."""
+
 
 class PipelineSession:
     """Holds what a rank needs of a pipeline. All ranks make and use it alike.
@@ -49,6 +52,8 @@ class PipelineSession:
         runtime: Runs the layers; None likewise.
         is_syncing: Whether the backward that comes is the last one before a step.
         microbatch_loss: For schedules that begin a backward before all forwards are done.
+        measured_step_seconds: That a step is in the pipeline, after the first steps.
+        measured_bubble_ratio: Idle share of all ranks, likewise.
     """
 
     def __init__(
@@ -94,6 +99,9 @@ class PipelineSession:
         self._aside: dict[nn.Parameter, Tensor] = {}
         self._told: set[int] = set()
         self._mean = GradientMean(groups.replica)
+        self._num_steps = 0
+        self.measured_step_seconds: float | None = None
+        self.measured_bubble_ratio: float | None = None
         self._broadcast_weights()
         self._agree_on_random_numbers()
         self.layers.owner.__dict__["forward"] = _Pipelined(self)
@@ -243,6 +251,7 @@ class PipelineSession:
         """
         if self.runtime is None or self.partition is None or not self.is_syncing:
             return
+        self._measure()
         told, self._told = self._told, set()
         for index in sorted(self.runtime.stages, reverse=True):
             if index not in told:
@@ -268,6 +277,26 @@ class PipelineSession:
             for parameter in outside:
                 if parameter.grad is not None:
                     distributed.broadcast(parameter.grad, self.groups.ranks[0], self.groups.output)
+
+    def _measure(self) -> None:
+        """After the first steps: how much of the time ranks wait for each other, beside what was predicted."""
+        assert self.runtime is not None
+        spans = self.runtime.executor.spans
+        self._num_steps += 1
+        if self._num_steps == _MEASURED_STEPS[0]:
+            spans.is_on = True
+        elif self._num_steps == _MEASURED_STEPS[1]:
+            spans.is_on = False
+            every: list[Any] = [None] * self._options.pipeline_size
+            distributed.all_gather_object(every, spans.take(), group=self.groups.control)
+            whole = max(one["all"] for one in every)
+            busy = sum(one.get("busy", 0.0) for one in every)
+            self.measured_step_seconds = whole / (_MEASURED_STEPS[1] - _MEASURED_STEPS[0])
+            self.measured_bubble_ratio = 1.0 - busy / (whole * len(every))
+            self._say(
+                f"pipeline: measured {1e3 * self.measured_step_seconds:.4g} ms a step, bubble ratio "
+                f"{self.measured_bubble_ratio:.0%}."
+            )
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Scale gradients so that their norm over all layers of all ranks is at most so much.

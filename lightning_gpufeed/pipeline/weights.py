@@ -7,7 +7,7 @@ so never more than one lies there beside what a rank has; what is meant for a fi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_gpufeed.pipeline.partition import Partition, Placed, map_tensors
 __all__ = ["bring_back", "broadcast_from_root", "full_optimizer_state", "full_state_dict", "load_full_state_dict"]
 
 _CPU = torch.device("cpu")
+_ROUNDING = 1e-2  # of which tied weights may differ on ranks with devices of different kinds
 _EXTRA_STATE = "_extra_state"  # the end of the keys of what modules say in `get_extra_state`
 
 
@@ -46,10 +47,15 @@ class _Form:
 class _Link:
     """Sends tensors of any dtype as bytes, from one rank to all."""
 
-    def __init__(self, group: Any, device: torch.device | str) -> None:
+    def __init__(self, group: Any, device: torch.device | str, partition: Partition | None = None) -> None:
         self.group: Any = distributed.group.WORLD if group is None else group
         self.device = torch.device(device)
         self.rank, self.num_ranks = distributed.get_rank(self.group), distributed.get_world_size(self.group)
+        if partition is not None and (self.rank, self.num_ranks) != (partition.rank, partition.num_ranks):
+            raise ValueError(
+                f"This is rank {self.rank} of {self.num_ranks} in the group, but rank {partition.rank} of "
+                f"{partition.num_ranks} in the partition; expected the group of the pipeline's ranks, in their order."
+            )
 
     def all_say(self, value: Any) -> list[Any]:
         """What every rank says, on every rank."""
@@ -59,10 +65,8 @@ class _Link:
 
     def send(self, tensor: Tensor, source: int) -> None:
         """From this rank of the group, which is `source`."""
-        values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        if values.numel():
-            values = torch.view_as_real(values).view(-1) if values.is_complex() else values
-            distributed.broadcast(values.view(torch.uint8).to(self.device), self._global(source), group=self.group)
+        if tensor.numel():
+            distributed.broadcast(_as_bytes(tensor).to(self.device), self._global(source), group=self.group)
 
     def receive(self, form: _Form, source: int, to: torch.device = _CPU) -> Tensor:
         """A tensor of this form, with new memory."""
@@ -136,8 +140,10 @@ def full_state_dict(model: nn.Module, partition: Partition, group: Any, device: 
 
     Raises:
         ScheduleError: A layer got another tensor after the partition was made; on every rank.
+        SyncError: What several ranks have is not the same; on every rank.
+        ValueError: The group is not that of the partition.
     """
-    link = _Link(group, device)
+    link = _Link(group, device, partition)
     received = list(_received(partition, link))
     fresh = {values.untyped_storage().data_ptr() for _, values in received}
     with lent([(placed.tensor, values) for placed, values in received]):
@@ -205,8 +211,11 @@ def full_optimizer_state(
     Returns:
         The states of all parameters that have one with an owner, on the CPU and as copies; all else as this rank has
         it. Numbers of parameters are the optimizer's own.
+
+    Raises:
+        ValueError: The group is not that of the partition.
     """
-    link = _Link(group, device)
+    link = _Link(group, device, partition)
     result = optimizer.state_dict()
     merged = map_tensors(dict(result["state"]), lambda one: one if one.is_meta else one.detach().to(_CPU, copy=True))
     numbers = _numbers(optimizer, result["param_groups"], partition)
@@ -237,8 +246,10 @@ def bring_back(partition: Partition, group: Any, device: torch.device | str, *, 
 
     Raises:
         ScheduleError: A layer got another tensor after the partition was made; on every rank.
+        SyncError: What several ranks have is not the same; on every rank.
+        ValueError: The group is not that of the partition.
     """
-    for placed, values in _received(partition, _Link(group, device), torch.device(to)):
+    for placed, values in _received(partition, _Link(group, device, partition), torch.device(to)):
         make_real(placed.tensor, values)
     partition.is_dropped = False
 
@@ -252,6 +263,7 @@ def _received(partition: Partition, link: _Link, to: torch.device = _CPU) -> Ite
     }
     every = link.all_say((own, partition.strangers()))
     _check_strangers(partition, every)
+    torn: list[str] = []
     for number, placed in enumerate(partition.tensors):
         source = placed.owners[0]
         if len(placed.owners) == link.num_ranks:
@@ -262,6 +274,38 @@ def _received(partition: Partition, link: _Link, to: torch.device = _CPU) -> Ite
         values = link.receive(every[source][0][number], source, to)
         if not partition.is_own(placed):
             yield placed, values
+        elif not _is_kept_equal(placed, values):
+            torn.append(placed.name)
+    if any(1 < len(placed.owners) < link.num_ranks for placed in partition.tensors):
+        _check_torn(link.all_say(torn))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """All elements in the order of their indices, without a copy if they lie so."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return (torch.view_as_real(values).view(-1) if values.is_complex() else values).view(torch.uint8)
+
+
+def _is_kept_equal(placed: Placed, values: Tensor) -> bool:
+    """Whether what several ranks have is the same: a buffer in each bit, a weight but for rounding."""
+    own = placed.tensor.detach().to(values.device)
+    if own.shape != values.shape or own.dtype != values.dtype:
+        return False
+    if not placed.is_parameter or not own.is_floating_point():
+        return torch.equal(_as_bytes(own), _as_bytes(values))
+    own, values = own.double(), values.double()
+    return bool((own - values).norm() <= _ROUNDING * values.norm()) or not bool(values.isfinite().all())
+
+
+def _check_torn(every: Sequence[Sequence[str]]) -> None:
+    """A value that several ranks have, and that is not the same on all."""
+    for rank, names in enumerate(every):
+        if names:
+            raise SyncError(
+                f"{', '.join(map(repr, names))} on rank {rank} of the pipeline is not what another rank has, which has "
+                "it too. A module of several layers must not change its own buffers in a forward: give each layer one of "
+                "its own. Weights of several layers stay equal if only the optimizer changes them."
+            )
 
 
 def _written(tensor: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:

@@ -58,14 +58,6 @@ class OutOfOrderStrategy(DDPStrategy):
         Oh et al., Out-of-order backprop, EuroSys 2022.
     """
 
-    def __new__(cls, *_: Any, pipeline_size: int = 1, **__: Any) -> OutOfOrderStrategy:
-        """With `pipeline_size` a `PipelineStrategy`: one name for what is asked for in one place."""
-        if cls is OutOfOrderStrategy and pipeline_size != 1:
-            from lightning_gpufeed.strategies.pipeline import PipelineStrategy  # which is one of these
-
-            return super().__new__(PipelineStrategy)
-        return super().__new__(cls)
-
     def __init__(
         self,
         reverse_first_k: int | Literal["auto"] = "auto",
@@ -142,6 +134,10 @@ class OutOfOrderStrategy(DDPStrategy):
         )
         self._pipeline_options = pipeline_options(PipelineOptions(*asked), self._options, verify_every)
         self._pipeline_module = pipeline_module
+        if self._pipeline_options is not None and type(self) is OutOfOrderStrategy:
+            from lightning_gpufeed.strategies.pipeline import PipelineStrategy  # which is one of these
+
+            self.__class__ = PipelineStrategy
         self._verify_every, self._num_steps = verify_every, 0
         self._find_unused_parameters, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         super().__init__(
