@@ -34,8 +34,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import distributed, nn, optim
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -1978,3 +1981,81 @@ def test_the_node_that_accumulates_runs_its_hooks_after_those_of_the_parameter()
     parameter.register_post_accumulate_grad_hook(lambda _: events.append("parameter"))
     (parameter * 2).sum().backward()
     assert events == ["parameter", "node"]
+
+
+# Pipeline ----------------------------------------------------------------------------------------------------
+
+
+def test_a_nest_is_taken_apart_and_put_together_and_classes_of_others_are_registered():
+    nest = {"a": (torch.ones(1), 2), "b": [OrderedDict(c=3)]}
+    leaves, structure = _pytree.tree_flatten(nest)
+    assert leaves[1:] == [2, 3]
+    assert _pytree.tree_unflatten([7, 8, 9], structure) == {"a": (7, 8), "b": [OrderedDict(c=9)]}
+    assert _pytree.tree_flatten(_pytree.tree_unflatten([0] * 3, structure))[1] == structure
+
+
+def test_tensors_exchange_their_contents_under_the_same_objects():
+    parameter, other = nn.Parameter(torch.ones(2)), torch.empty(2, device="meta", requires_grad=True)
+    seen = weakref.ref(parameter)
+    torch._C._swap_tensor_impl(parameter, other)
+    assert seen() is parameter
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.is_meta
+    assert torch.equal(other, torch.ones(2))
+
+
+def test_hooks_of_a_tensor_are_put_on_again_by_setting_these_dicts():
+    events: list[str] = []
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda grad: events.append("tensor"))
+    parameter.register_post_accumulate_grad_hook(lambda _: events.append("accumulated"))
+    hooks, later_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(parameter, torch.zeros(2, requires_grad=True))
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, later_hooks
+    (parameter * 2).sum().backward()
+    assert events == ["tensor", "accumulated"]
+
+
+def test_hooks_of_a_module_and_whether_it_is_compiled_are_found_under_these_names():
+    module = nn.Sequential(nn.Linear(1, 1))
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    assert not any(getattr(module, name) for name in names)
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    assert all(getattr(module, name) for name in names)
+    assert module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
+    assert type(torch.compile(nn.Linear(1, 1), backend="eager")).__name__ == "OptimizedModule"
+
+
+def test_a_module_can_be_moved_without_its_children():
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.register_buffer("own", torch.ones(1))
+    module._apply(lambda tensor: tensor.to("meta"), recurse=False)
+    assert module.own.is_meta
+    assert not module[0].weight.is_meta
+
+
+def test_a_trainer_asks_this_switch_whether_to_put_in_a_sampler_of_its_own():
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False, barebones=False
+    )
+    loader = DataLoader(torch.arange(4))
+    assert trainer._data_connector._requires_distributed_sampler(loader)
+    trainer._accelerator_connector.use_distributed_sampler = False
+    assert not trainer._data_connector._requires_distributed_sampler(loader)
+
+
+def test_a_scaler_that_asks_all_ranks_has_the_state_of_a_plain_one():
+    plain = torch.amp.GradScaler("cpu", init_scale=8.0)
+    shared = ShardedGradScaler("cpu")
+    shared.load_state_dict(plain.state_dict())
+    assert shared.get_scale() == 8.0
+    assert isinstance(shared, torch.amp.GradScaler)
+
+
+def test_torch_has_a_runtime_that_loads_a_schedule_from_a_file():
+    assert hasattr(_PipelineScheduleRuntime, "_load_csv")
