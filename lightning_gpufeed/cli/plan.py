@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gpufeed.pipeline.draw import draw, draw_svg
 from lightning_gpufeed.pipeline.search import Candidate, best
-from lightning_gpufeed.pipeline.simulate import StageCosts, Timeline, simulate
+from lightning_gpufeed.pipeline.simulate import Send, StageCosts, Timeline, simulate
 from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts
 from lightning_gpufeed.sync.plan import SyncPlan, conventional, reverse_first_k
 from lightning_gpufeed.sync.search import search
@@ -61,6 +61,7 @@ class PlanReport:
         schedules: Of the pipeline, best first; empty without one.
         orders: Of the data-parallel part; empty without one. The usual one is first, the best is last.
         communication_seconds: Of all gradients in one message.
+        send: From one stage of the pipeline to the next.
     """
 
     num_layers: int
@@ -70,6 +71,7 @@ class PlanReport:
     schedules: tuple[Candidate, ...]
     orders: tuple[SyncChoice, ...]
     communication_seconds: float
+    send: Send
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON.
@@ -194,6 +196,7 @@ def plan_model(
         ValueError: Numbers do not fit each other.
     """
     schedules: list[Candidate] = []
+    send = Send()
     if num_ranks > 1:
         costs = [
             StageCosts(
@@ -206,8 +209,9 @@ def plan_model(
             for one in layers
         ]
         size = send_bytes if send_bytes is not None else min(one.activation_bytes for one in layers) // 16
-        send_seconds = 0.0 if link is None else link.seconds(size)
-        schedules = best(costs, send_seconds, num_ranks, num_microbatches, memory_cap_bytes)
+        if link is not None:
+            send = Send(link.seconds(0), link.seconds(size) - link.seconds(0))
+        schedules = best(costs, send, num_ranks, num_microbatches, memory_cap_bytes)
         if not schedules:
             raise ValueError(
                 f"No schedule keeps activations below {memory_cap_bytes} bytes on each of {num_ranks} ranks; expected "
@@ -223,6 +227,7 @@ def plan_model(
         tuple(schedules),
         orders,
         0.0 if link is None else link.seconds(total),
+        send,
     )
 
 
@@ -277,7 +282,7 @@ def render_plan(report: PlanReport, layers: list[Layer], width: int = 36) -> str
                 f"{one.name:<14}{one.num_virtual:>14}{_ms(one.step_seconds):>12}{one.bubble_ratio:>9.1%}{memory:>14}"
             )
         lines += ["", f"{report.schedules[0].name}, to scale:", ""]
-        lines.append(draw(_timeline(report.schedules[0], layers), width))
+        lines.append(draw(_timeline(report, layers), width))
     if report.orders:
         lines += ["", f"data parallel: all gradients take {_ms(report.communication_seconds)} on the link", ""]
         usual = report.orders[0].seconds
@@ -301,10 +306,11 @@ def save_picture(report: PlanReport, layers: list[Layer], path: str | Path) -> N
     """
     if not report.schedules:
         raise ValueError("There is no pipeline to draw; expected --ranks of 2 or more with --svg.")
-    Path(path).write_text(draw_svg(_timeline(report.schedules[0], layers)))
+    Path(path).write_text(draw_svg(_timeline(report, layers)))
 
 
-def _timeline(chosen: Candidate, layers: list[Layer]) -> Timeline:
+def _timeline(report: PlanReport, layers: list[Layer]) -> Timeline:
+    chosen = report.schedules[0]
     costs = [
         StageCosts(
             sum(layers[i].costs.forward_seconds for i in stage),
@@ -313,7 +319,7 @@ def _timeline(chosen: Candidate, layers: list[Layer]) -> Timeline:
         )
         for stage in chosen.stages
     ]
-    return simulate(chosen.schedule, costs)
+    return simulate(chosen.schedule, costs, report.send)
 
 
 def _ms(seconds: float) -> str:

@@ -19,8 +19,8 @@ from lightning_gpufeed.pipeline.generators import fast_forward, gpipe, interleav
 from lightning_gpufeed.pipeline.link import Link
 from lightning_gpufeed.pipeline.measure import MeasuredLayers
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.pipeline.search import Candidate, balanced, best
-from lightning_gpufeed.pipeline.simulate import StageCosts, simulate
+from lightning_gpufeed.pipeline.search import Candidate, balanced, best, together
+from lightning_gpufeed.pipeline.simulate import Send, StageCosts, simulate
 
 __all__ = ["SCHEDULES", "choose"]
 
@@ -144,7 +144,7 @@ def _described(candidate: Candidate) -> str:
 
 def _every(
     layers: Sequence[StageCosts],
-    sends: Sequence[float],
+    sends: Sequence[Send],
     num_ranks: int,
     num_microbatches: int,
     schedule: str,
@@ -156,7 +156,7 @@ def _every(
         return
     for count in _counts(len(layers), num_ranks, schedule, layers_per_stage):
         stages = _cut(layers, num_ranks * count, layers_per_stage)
-        costs = [_together(layers[stage.start : stage.stop]) for stage in stages]
+        costs = [together(layers[stage.start : stage.stop]) for stage in stages]
         stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
         for make in _generators(schedule, count):
             options = {"costs": costs, "send_seconds": stage_sends} if make in _FILLED.values() else {}
@@ -200,17 +200,6 @@ def _generators(schedule: str, num_virtual: int) -> list[Callable[..., Schedule]
 
 
 # Costs -----------------------------------------------------------------------------------------------------
-
-
-def _together(layers: Sequence[StageCosts]) -> StageCosts:
-    """The costs of layers that are one stage."""
-    return StageCosts(
-        sum(one.forward_seconds for one in layers),
-        sum(one.input_grad_seconds for one in layers),
-        sum(one.weight_grad_seconds for one in layers),
-        sum(one.activation_bytes for one in layers),
-        sum(one.deferred_bytes for one in layers),
-    )
 
 
 def _smoothed(layers: Sequence[StageCosts]) -> list[StageCosts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.links import Links
-from lightning_gpufeed.pipeline.nested import NestedSpec, flatten
+from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec, flatten
 from lightning_gpufeed.pipeline.program import Message, Program
 from lightning_gpufeed.pipeline.randomness import Draws
 from lightning_gpufeed.pipeline.spans import Spans
@@ -38,6 +39,7 @@ class Pass:
         on_output: Told each microbatch's output there.
         outputs: Of the last stage, if it is here.
         input_grads: Of the first stage, if it is here: for each microbatch those of the tensors that require one.
+        num_live: Activations in memory.
         held: What backward needs.
         here: What passes between two stages of this rank.
     """
@@ -46,10 +48,11 @@ class Pass:
     keys: Sequence[Hashable]
     draws: Draws
     has_backward: bool
-    output_grads: Callable[[int], Sequence[Tensor]] | None = None
+    output_grads: Callable[[int], Sequence[Tensor | None]] | None = None
     on_output: Callable[[int, Any], None] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     input_grads: dict[int, list[Tensor]] = field(default_factory=dict)
+    num_live: int = 0
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     here: dict[tuple[bool, int, int], Any] = field(default_factory=dict)
 
@@ -58,9 +61,7 @@ class Executor:
     """One rank's part of a pipeline.
 
     Attributes:
-        live_activations: Forwards whose weight gradients are not there yet: one is that of one stage and one
-            microbatch.
-        peak_activations: Most of them at a time.
+        peak_activations: Most of `live_activations` at a time.
         spans: How long this rank computes ("busy"), while that is measured.
     """
 
@@ -75,8 +76,14 @@ class Executor:
         """
         self._stages, self._links, self._device, self._num_stages = dict(stages), links, device, num_stages
         self._place = links.groups.place
-        self.live_activations = self.peak_activations = 0
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self.peak_activations = 0
         self.spans = Spans(device)
+
+    @property
+    def live_activations(self) -> int:
+        """Forwards whose weight gradients are not there yet: one is that of one stage and one microbatch."""
+        return sum(one.num_live for one in self._passes)
 
     def run(self, program: Program, one: Pass, on_stage_done: Callable[[int], None] | None = None) -> None:
         """Do all that the program has for this rank.
@@ -90,6 +97,7 @@ class Executor:
             ScheduleError: Shapes are not what they were.
             SyncError: Another rank is gone.
         """
+        self._passes.add(one)
         actions = program.ranks[self._place]
         inbox = _Inbox(program, self._place, self._links, one)
         for action in actions:
@@ -116,7 +124,7 @@ class Executor:
             output, held = self._stages[stage].forward(value, microbatch, one.draws, has_backward=one.has_backward)
         if held is not None:
             one.held[stage, microbatch] = held
-            self.live_activations += 1
+            one.num_live += 1
             self.peak_activations = max(self.peak_activations, self.live_activations)
         if stage + 1 == self._num_stages:
             one.outputs[microbatch] = output
@@ -144,22 +152,30 @@ class Executor:
             found = self._stages[stage].input_grad(held, grads)
         message = program.gives(action)
         if stage == 0:
-            one.input_grads[microbatch] = found
+            one.input_grads[microbatch] = [_or_zeros(grad, leaf) for grad, leaf in found]
         elif message is None:
-            one.here[True, stage - 1, microbatch] = found
+            one.here[True, stage - 1, microbatch] = [grad for grad, _ in found]
         else:
-            self._links.send(message, found)
+            tensors = [_or_zeros(grad, leaf) for grad, leaf in found]
+            if len(found) > 1:
+                flags = [grad is not None for grad, _ in found]
+                tensors.append(torch.tensor(flags, dtype=torch.uint8, device=self._device))
+            self._links.send(message, tensors)
         if kind == "B":
             self._weight_grad(action, one)
         elif not held.waiting:
-            self.live_activations -= 1
+            one.num_live -= 1
 
     def _weight_grad(self, action: Action, one: Pass) -> None:
         held = one.held.pop((action.stage, action.microbatch))
         if held.waiting or action.kind == "B":
-            self.live_activations -= 1
+            one.num_live -= 1
         with self.spans.measure("busy"):
             self._stages[action.stage].weight_grad(held)
+
+
+def _or_zeros(grad: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if grad is None else grad
 
 
 class _Inbox:
@@ -185,6 +201,9 @@ class _Inbox:
         self._post(message, has_to=True)
         spec, wait = self._posted.pop(message)
         tensors = wait()
+        if message.is_grad and len(tensors) > 1:
+            *tensors, flags = tensors
+            return [tensor if is_there else None for tensor, is_there in zip(tensors, flags.tolist(), strict=True)]
         if message.is_grad:
             return tensors
         for tensor, its in zip(tensors, spec.tensors, strict=True):
@@ -200,8 +219,10 @@ class _Inbox:
             if spec is None:
                 if not has_to:
                     return False
-                spec = self._links.ask_spec(following.border, key, following.source)
+                spec = self._links.ask_spec(following.border, key, following.source, self._pass.keys)
             queue.popleft()
             tensors = [its for its in spec.tensors if its.requires_grad or not following.is_grad]
+            if following.is_grad and len(tensors) > 1:  # and which of them are there
+                tensors.append(TensorSpec((len(tensors),), torch.uint8, requires_grad=False))
             self._posted[following] = (spec, self._links.receive(following, tensors))
         return True

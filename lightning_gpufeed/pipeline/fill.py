@@ -22,7 +22,7 @@ from typing import NamedTuple
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.pipeline.simulate import Clock, StageCosts
+from lightning_gpufeed.pipeline.simulate import Clock, Sends, StageCosts
 from lightning_gpufeed.pipeline.validate import in_order
 
 __all__ = ["MemoryRule", "fill"]
@@ -88,7 +88,7 @@ def fill(
     num_microbatches: int,
     rule: MemoryRule,
     costs: StageCosts | Sequence[StageCosts],
-    send_seconds: float | Sequence[float] = 0.0,
+    send_seconds: Sends = 0.0,
 ) -> Schedule:
     """Give every weight gradient a place.
 

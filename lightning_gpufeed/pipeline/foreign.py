@@ -19,6 +19,7 @@ Tensor._backward_hooks, _post_accumulate_grad_hooks   dicts of a tensor's hooks;
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -32,6 +33,8 @@ __all__ = ["is_foreign", "lent", "make_foreign", "make_real"]
 
 _PLACE = "_gpufeed_place"
 _CLASS = "_gpufeed_class"
+_OVER_ALL = ("torch.nn.utils.clip_grad", "lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads")
+"""Modules whose functions go over the gradients of all parameters that they are given."""
 _READS = ("item", "tolist", "numpy", "equal", "__array__", "__float__", "__int__", "__bool__", "__format__")
 
 
@@ -61,6 +64,8 @@ def _refuse(arguments: Any, name: str) -> NoReturn:
 def _guarded(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """What torch calls in the place of a function that has a foreign tensor among its arguments."""
     kwargs = kwargs or {}
+    if func is torch.equal:
+        return args[0] is args[1]
     name = getattr(func, "__name__", str(func))
     if func in (Tensor.cpu, Tensor.cuda):
         return args[0]
@@ -99,10 +104,20 @@ def _no_values(self: Tensor, *_: Any) -> NoReturn:
     _refuse(self, "Saving")
 
 
+def _no_gradient(self: Tensor) -> None:
+    """None, but to those who would take a norm over all gradients for what it is not."""
+    if sys._getframe(1).f_globals.get("__name__") in _OVER_ALL:
+        raise ScheduleError(
+            f"A norm over all gradients was asked for, and {getattr(self, _PLACE, 'a parameter')} has its gradient on "
+            "another rank of the pipeline. Use self.clip_gradients(...) of the LightningModule or gradient_clip_val of "
+            "the Trainer, which take all ranks together; in a loop by hand PipelineSession.clip_grad_norm."
+        )
+
+
 class _ForeignParameter(nn.Parameter):
     """A parameter of another rank's layer. It has no gradient, and that is known without asking torch."""
 
-    grad = property(lambda _: None, lambda self, value: None if value is None else _refuse(self, "A gradient"))
+    grad = property(_no_gradient, lambda self, value: None if value is None else _refuse(self, "A gradient"))
     __torch_function__ = classmethod(_guarded)
     __reduce_ex__ = _no_values
 

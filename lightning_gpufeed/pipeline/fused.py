@@ -15,14 +15,15 @@ So nothing that the loss could do makes the result wrong; at worst it is slower,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_gpufeed.errors import ScheduleError
-from lightning_gpufeed.pipeline.call import Call, of_microbatches
+from lightning_gpufeed.errors import ScheduleError, SyncError
+from lightning_gpufeed.pipeline.call import Call, OutputGrads, of_microbatches
 from lightning_gpufeed.pipeline.nested import flatten, unflatten
 from lightning_gpufeed.pipeline.program import whole_program
 from lightning_gpufeed.pipeline.randomness import put_back
@@ -37,10 +38,12 @@ MicrobatchLoss = Callable[[int, Sequence[int]], Tensor]
 """The loss of one microbatch, by its number and the samples of all, as it counts in that of the batch."""
 
 _ROUNDINGS = 16
-"""By how many units of the last place the gradient of an output may differ: means over other numbers of samples."""
+"""By how many units of the last place of the largest one the gradient of an output may differ."""
+_LEAST_SCALE = 4e-6
+"""By how much the gradients of a microbatch may be larger or smaller as a whole."""
 
 
-class _NotAMeanError(Exception):
+class NotAMeanError(ScheduleError):
     """Why the loss cannot be computed microbatch by microbatch."""
 
 
@@ -59,8 +62,6 @@ class FusedSteps:
         self._num_asked = 0
         self.is_in_loss = False
         """Whether the training step at work is that of a microbatch."""
-        self._aside: dict[nn.Parameter, Tensor] = {}
-        self._given: dict[int, list[Tensor]] = {}
 
     def stand_in(self, value: Any) -> Any:
         """What the pipeline gives to the training step of a microbatch.
@@ -72,21 +73,14 @@ class FusedSteps:
             The output of the microbatch.
 
         Raises:
-            _NotAMeanError: It is not the part of the batch's input, or the pipeline is asked a second time.
+            NotAMeanError: It is not the part of the batch's input, or the pipeline is asked a second time.
         """
         self._num_asked += 1
         if self._num_asked > 1:
-            raise _NotAMeanError("training_step calls the model more than once")
+            raise NotAMeanError("training_step calls the model more than once")
         mine, theirs = flatten(value)[0], flatten(self._expected)[0]
-        is_same = len(mine) == len(theirs) and all(
-            torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one is other
-            for one, other in zip(mine, theirs, strict=True)
-        )
-        if not is_same:
-            raise _NotAMeanError(
-                "training_step gives the model something else for a part of a batch than the part of what it gives for "
-                "the batch, as with augmentations that are drawn at random"
-            )
+        if len(mine) != len(theirs) or not all(map(_is_same_input, mine, theirs)):
+            raise NotAMeanError("training_step gives the model other values for a part of a batch, as if drawn anew")
         return self._output
 
     def forward(self, call: Call, schedule: Schedule) -> bool:
@@ -102,42 +96,39 @@ class FusedSteps:
         runtime = self._runtime
         parameters = [one for stage in runtime.stages.values() for one in stage.parameters if one.requires_grad]
         before = [one.grad for one in parameters]
-        buffers = [(one, one.clone()) for stage in runtime.stages.values() for one in stage.buffers]
+        call.note_buffers(layer for stage in runtime.stages.values() for layer in stage.layers)
         for parameter in parameters:
             parameter.grad = None
-        self._given = {}
         reasons: list[str] = []
 
-        def output_grads(microbatch: int) -> list[Tensor]:
+        def output_grads(microbatch: int) -> OutputGrads:
             output = call.batch.outputs[microbatch]
             try:
                 if reasons:
-                    raise _NotAMeanError(reasons[0])
+                    raise NotAMeanError(reasons[0])
                 grads = self._output_grads(call, microbatch, output)
-            except _NotAMeanError as error:
+            except NotAMeanError as error:
                 reasons[:] = [str(error)]
                 grads = [torch.zeros_like(one) for one in flatten(output)[0] if _wants_grad(one)]
-            self._given[microbatch] = grads
+            call.given[microbatch] = grads
             return grads
 
         call.batch.output_grads = output_grads
         try:
             runtime.execute(call, whole_program(schedule))
-            self._aside = {one: one.grad for one in parameters if one.grad is not None}
+            call.aside = {one: one.grad for one in parameters if one.grad is not None}
         finally:
+            call.batch.output_grads = None
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
         reason = runtime.agree(reasons[0] if reasons else None)
-        if reason is None:
-            call.is_fused = True
-            call.buffers = buffers
-            return True
-        runtime.why_split = reason
-        self._forget(buffers)
-        call.forget()
-        return False
+        call.is_fused = reason is None
+        if reason is not None:
+            runtime.why_split = reason
+            call.forget()
+        return call.is_fused
 
-    def _output_grads(self, call: Call, microbatch: int, output: Any) -> list[Tensor]:
+    def _output_grads(self, call: Call, microbatch: int, output: Any) -> OutputGrads:
         runtime = self._runtime
         leaves, structure = flatten(output)
         leaves = [leaf.detach().requires_grad_() if _wants_grad(leaf) else leaf for leaf in leaves]
@@ -148,38 +139,42 @@ class FusedSteps:
         try:
             with put_back(runtime.device), torch.enable_grad():
                 loss = runtime.microbatch_loss(microbatch, call.sizes)
-        except (_NotAMeanError, ScheduleError) as error:
-            raise _NotAMeanError(str(error)) from error
+            if not self._num_asked:
+                raise NotAMeanError("training_step does not call the model for a part of a batch")
+            if not loss.requires_grad:
+                raise NotAMeanError("the loss of a part of a batch has no gradient")
+            return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        except (NotAMeanError, SyncError):
+            raise
+        except Exception as error:  # the step on the whole batch will say so, if it is one of the user's
+            text = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+            raise NotAMeanError(f"training_step fails on a part of a batch ({text[:200]})") from error
         finally:
             self.is_in_loss = False
             self._expected = self._output = None
-        if not self._num_asked:
-            raise _NotAMeanError("training_step does not call the model for a part of a batch")
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
 
-    def backward(self, call: Call, grads: Sequence[Tensor], tell: Callable[[int], None] | None) -> bool:
+    def backward(self, call: Call, grads: OutputGrads, tell: Callable[[int], None] | None) -> bool:
         """Add what was put aside, if it is what backward would have computed.
 
         Args:
             call: The batch.
-            grads: Of its output.
+            grads: Of its output; None for what the loss does not use.
             tell: Told each stage of this rank once its gradients are complete.
 
         Returns:
             Whether it is; the same on all ranks. If not, it is forgotten.
         """
         runtime = self._runtime
-        given, self._given = self._given, {}
-        reason = None
-        if given and not _are_alike(given, grads, call.sizes):
-            reason = "the loss of a batch is not the mean of those of its parts"
-        reason = runtime.agree(reason)
-        aside, self._aside = self._aside, {}
-        if reason is not None:
+        is_alike = _are_alike(call.given, grads, call.sizes)
+        is_finite = all(grad is None or bool(grad.isfinite().all()) for grad in grads) if call.given else True
+        reason = None if is_alike else "the loss of a batch is not the mean of those of its parts"
+        reason, is_finite = runtime.agree((reason, is_finite))
+        if is_finite:  # an overflow says nothing about the loss
             runtime.why_split = reason
-            self._forget(call.buffers)
+        if reason is not None:
+            call.forget()
             return False
+        aside, call.aside, call.given = call.aside, {}, {}
         for parameter, grad in aside.items():
             if parameter.grad is None:
                 parameter.grad = grad
@@ -190,24 +185,50 @@ class FusedSteps:
                 tell(index)
         return True
 
-    def _forget(self, buffers: list[tuple[Tensor, Tensor]]) -> None:
-        self._aside = {}
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
 
 def _wants_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _are_alike(given: dict[int, list[Tensor]], grads: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+def _is_same_input(mine: Any, theirs: Any) -> bool:
+    """Layers before the pipeline may round otherwise for a part of a batch."""
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return mine is theirs or bool(mine == theirs)
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    if not mine.is_floating_point():
+        return torch.equal(mine, theirs)
+    if not mine.numel():
+        return True
+    allowed = _ROUNDINGS * torch.finfo(mine.dtype).eps
+    largest = float(theirs.detach().abs().nan_to_num(0.0, 0.0).max())
+    return torch.allclose(mine, theirs, rtol=allowed, atol=allowed * largest, equal_nan=True)
+
+
+def _are_alike(given: Mapping[int, OutputGrads], grads: OutputGrads, sizes: Sequence[int]) -> bool:
     """Are the gradients of the batch's output those of the microbatches'?"""
     parts = of_microbatches(grads, sizes)
-    for place, grad in enumerate(grads):
-        allowed = _ROUNDINGS * torch.finfo(grad.dtype).eps * float(grad.abs().max()) if grad.numel() else 0.0
-        for microbatch, ours in given.items():
-            difference = (ours[place] - parts(microbatch)[place]).abs()
-            if difference.numel() and not float(difference.max()) <= allowed:
+    for microbatch, ours in given.items():
+        for mine, theirs, whole in zip(ours, parts(microbatch), grads, strict=True):
+            if theirs is None or whole is None or mine is None:
+                if any(one is not None and bool(one.any()) for one in (mine, theirs)):
+                    return False
+            elif theirs.numel() and not _is_alike(mine, theirs, whole):
                 return False
     return True
+
+
+def _is_alike(mine: Tensor, theirs: Tensor, whole: Tensor) -> bool:
+    """Each number up to roundings; and all of them as large, as roundings do not all go the same way."""
+    eps = torch.finfo(theirs.dtype).eps
+    if bool((mine.isfinite() != theirs.isfinite()).any()):
+        return False
+    mine, theirs = (one.double().nan_to_num(0.0, 0.0, 0.0) for one in (mine, theirs))
+    allowed = _ROUNDINGS * eps * float(whole.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+    if float((mine - theirs).abs().max()) > allowed:
+        return False
+    square = float((theirs * theirs).sum())
+    if not square:
+        return not bool(mine.any())
+    scale = float((mine * theirs).sum()) / square
+    return abs(scale - 1.0) <= 4 * eps / math.sqrt(theirs.numel()) + _LEAST_SCALE

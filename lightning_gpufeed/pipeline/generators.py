@@ -41,12 +41,11 @@ from typing import Literal
 from lightning_gpufeed.pipeline.fill import MemoryRule, fill
 from lightning_gpufeed.pipeline.orders import along_a_v, alternating, breadth_first, depth_first, groups
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.pipeline.simulate import StageCosts
+from lightning_gpufeed.pipeline.simulate import Sends, StageCosts
 
 __all__ = ["fast_forward", "gpipe", "interleaved", "one_f_one_b", "zbv", "zero_bubble"]
 
 Costs = StageCosts | Sequence[StageCosts]
-Sends = float | Sequence[float]
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_virtual: int = 1) -> Schedule:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lightning_gpufeed.pipeline.simulate import Send
+
 __all__ = ["Link", "fit_link", "probe_link"]
 
 _PROBE_BYTES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -62,6 +64,17 @@ class Link:
             Seconds.
         """
         return self.latency_seconds + num_bytes * self.seconds_per_byte
+
+    def send(self, num_bytes: int) -> Send:
+        """What a message takes, as a simulation has it.
+
+        Args:
+            num_bytes: Of the message.
+
+        Returns:
+            Its latency, and how long the next message waits for it.
+        """
+        return Send(self.latency_seconds, num_bytes * self.seconds_per_byte)
 
 
 def probe_link(group: Any, device: torch.device, rank: int, num_ranks: int, *, most_bytes: int = 8 << 20) -> Link:

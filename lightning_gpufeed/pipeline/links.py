@@ -15,7 +15,7 @@ training step of the user's own cannot stand between forward and backward.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -164,23 +164,27 @@ class Links:
                 data = torch.frombuffer(bytearray(pickle.dumps((key, spec))), dtype=torch.uint8)
                 for tensor in (torch.tensor([data.numel()]), data):
                     self._controls.append((self._isend(tensor, target, self._groups.control, border), tensor))
-        elif known != spec:
+        elif not known.is_same(spec):
             raise ScheduleError(
                 f"Stage {border} gives {_described(spec)} where it gave {_described(known)} for microbatches of the "
                 f"same shapes; expected shapes and types that follow from those of the input. Pad to a fixed length, "
                 f"or leave this layer out of the pipeline."
             )
 
-    def ask_spec(self, border: int, key: Hashable, source: int) -> NestedSpec:
+    def ask_spec(self, border: int, key: Hashable, source: int, expected: Collection[Hashable]) -> NestedSpec:
         """Wait until the other rank has told what it sends, if it is the first time.
 
         Args:
             border: The stage that computes.
             key: All that the shapes follow from.
             source: Place of the other rank.
+            expected: Keys of all microbatches of the batch.
 
         Returns:
             What will come.
+
+        Raises:
+            ScheduleError: The other rank has another batch.
         """
         while (border, key) not in self._specs:
             size = torch.empty(1, dtype=torch.int64)
@@ -188,6 +192,12 @@ class Links:
             data = torch.empty(int(size), dtype=torch.uint8)
             self._recv(data, source, self._groups.control, border)
             other, spec = pickle.loads(data.numpy().tobytes())
+            if other not in expected:
+                raise ScheduleError(
+                    f"Rank {self._groups.ranks[source]} has a batch of another form than rank "
+                    f"{self._groups.ranks[self._groups.place]} of the same pipeline; expected the same batch on all of "
+                    "its ranks. Let Lightning's own sampler distribute, or have a loader of your own shard by replica."
+                )
             self._specs[border, other] = spec
         return self._specs[border, key]
 

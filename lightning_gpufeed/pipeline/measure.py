@@ -29,7 +29,7 @@ from lightning_gpufeed.device.marks import DeviceMarks
 from lightning_gpufeed.device.samples import is_container, parts, rebuilt, walk
 from lightning_gpufeed.device.transfer import device_of
 from lightning_gpufeed.pipeline.link import Link
-from lightning_gpufeed.pipeline.simulate import StageCosts
+from lightning_gpufeed.pipeline.simulate import Send, StageCosts
 
 __all__ = ["MeasuredLayers", "measure_layers"]
 
@@ -50,7 +50,7 @@ class MeasuredLayers:
         >>> MeasuredLayers.from_lists(measured.as_lists()) == measured
         True
         >>> measured.send_seconds(Link(1.0, 0.5))
-        [5.0]
+        [Send(latency_seconds=1.0, link_seconds=4.0)]
     """
 
     costs: tuple[StageCosts, ...]
@@ -95,7 +95,7 @@ class MeasuredLayers:
         costs = (StageCosts(row[0], row[1], row[2], int(row[3]), int(row[4])) for row in rows)
         return cls(tuple(costs), tuple(int(row[5]) for row in rows))
 
-    def send_seconds(self, link: Link) -> list[float]:
+    def send_seconds(self, link: Link) -> list[Send]:
         """From each layer to the next, if they are on two ranks.
 
         Args:
@@ -104,7 +104,7 @@ class MeasuredLayers:
         Returns:
             One less than layers, as `search.best` takes them.
         """
-        return [link.seconds(size) for size in self.sent_bytes[:-1]]
+        return [link.send(size) for size in self.sent_bytes[:-1]]
 
 
 # Layers ----------------------------------------------------------------------------------------------------

@@ -74,6 +74,19 @@ class NestedSpec:
         leaves, structure = flatten(value)
         return cls(structure, tuple(_spec(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
+    def is_same(self, other: NestedSpec) -> bool:
+        """Whether another one is equal, where a number that is none is equal to itself.
+
+        Args:
+            other: Any.
+
+        Returns:
+            True if so.
+        """
+        if self.structure != other.structure or len(self.leaves) != len(other.leaves):
+            return False
+        return all(bool(a == b) or (a != a and b != b) for a, b in zip(self.leaves, other.leaves, strict=True))
+
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Of the tensors alone, in order."""

@@ -174,6 +174,6 @@ def plan_evaluation(options: PipelineOptions, num_layers: int) -> PipelinePlan:
         The plan; its schedule has forwards only.
     """
     num_ranks = options.pipeline_size
-    program = forward_only(range(num_ranks), options.microbatches)
+    program = forward_only(range(num_ranks), options.microbatches, num_ranks)
     schedule = Schedule(program.ranks, program.stage_to_rank, options.microbatches)
     return PipelinePlan("forward", balanced([1.0] * num_layers, num_ranks), schedule)

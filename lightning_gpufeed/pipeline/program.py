@@ -183,12 +183,13 @@ def _those(schedule: Schedule, is_wanted: Callable[[Action], bool]) -> Program:
     return Program(ranks, schedule.stage_to_rank, schedule.num_microbatches)
 
 
-def forward_only(stage_to_rank: Sequence[int], num_microbatches: int) -> Program:
+def forward_only(stage_to_rank: Sequence[int], num_microbatches: int, num_ranks: int) -> Program:
     """A forward without a backward, as in validation.
 
     Args:
         stage_to_rank: The rank of each stage.
         num_microbatches: Of the batch.
+        num_ranks: Of the pipeline; some may have no stage.
 
     Returns:
         The actions: each stage with all microbatches before the next stage; microbatch after microbatch if the stages
@@ -199,7 +200,5 @@ def forward_only(stage_to_rank: Sequence[int], num_microbatches: int) -> Program
         order = [Action(stage, "F", i) for i in range(num_microbatches) for stage in stages]
     else:
         order = [Action(stage, "F", i) for stage in stages for i in range(num_microbatches)]
-    ranks = tuple(
-        tuple(one for one in order if stage_to_rank[one.stage] == rank) for rank in range(max(stage_to_rank) + 1)
-    )
+    ranks = tuple(tuple(one for one in order if stage_to_rank[one.stage] == rank) for rank in range(num_ranks))
     return Program(ranks, tuple(stage_to_rank), num_microbatches)

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpufeed.errors import ScheduleError
-from lightning_gpufeed.pipeline.call import Call, of_microbatches
+from lightning_gpufeed.pipeline.call import Call, OutputGrads, of_microbatches
 from lightning_gpufeed.pipeline.executor import Executor
 from lightning_gpufeed.pipeline.fused import FusedSteps, MicrobatchLoss
 from lightning_gpufeed.pipeline.links import Links
@@ -91,7 +92,7 @@ class PipelineRuntime:
         self.on_stage_done: Callable[[int], None] | None = None
         self.on_backward: Callable[[], None] | None = None
         self.num_calls = 0
-        self._has_trained = False
+        self._has_trained, self._most_samples = False, 0
         self._sharing = OutputSharing(links, self._last_rank, schedule.num_stages, device)
         self._open: weakref.WeakSet[Call] = weakref.WeakSet()
         self._schedules = {schedule.num_microbatches: schedule}
@@ -117,10 +118,11 @@ class PipelineRuntime:
         sizes = self._sizes(value, has_backward)
         schedule = self.schedule_of(len(sizes))
         draws = Draws(self._replica, self.num_calls)
-        call = Call(value, sizes, schedule, draws, has_backward=has_backward, state=self._state())
+        state = self._state()
+        call = Call(value, sizes, schedule, draws, has_backward=has_backward, state=state, device=self.device)
         self.num_calls += 1
         if not has_backward:
-            self.execute(call, forward_only(self._schedule.stage_to_rank, len(call.sizes)))
+            self.execute(call, forward_only(self._schedule.stage_to_rank, len(call.sizes), self._schedule.num_ranks))
             return call.output
         self._has_trained = True
         self._open.add(call)
@@ -139,9 +141,7 @@ class PipelineRuntime:
     def _state(self) -> Hashable:
         """What decides on types and gradients, beside the input."""
         flags = tuple(one.requires_grad for layer in self._layers for one in layer.parameters())
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return flags, autocast, tuple(layer.training for layer in self._layers)
+        return flags, tuple(layer.training for layer in self._layers)
 
     def _sizes(self, value: Any, has_backward: bool) -> tuple[int, ...]:
         """Of microbatches: fewer of them for a last batch that is too small."""
@@ -158,7 +158,14 @@ class PipelineRuntime:
                     f"least one sample for each. Use a larger batch_size or fewer microbatches."
                 )
             num_microbatches = max(1, num_samples)
+        if has_backward:
+            self._most_samples = max(self._most_samples, num_samples)
+            if num_samples < self._most_samples and self._normalises():  # over one sample there is no statistic
+                num_microbatches = min(num_microbatches, max(1, num_samples // 2))
         return microbatch_sizes(num_samples, num_microbatches)
+
+    def _normalises(self) -> bool:
+        return any(isinstance(one, _BatchNorm) and one.training for layer in self._layers for one in layer.modules())
 
     def schedule_of(self, num_microbatches: int) -> Schedule:
         """The schedule, for so many microbatches.
@@ -191,17 +198,16 @@ class PipelineRuntime:
             call.output = self._sharing.collect(call, program)
             self._links.finish()
 
-    def agree(self, reason: str | None) -> str | None:
+    def agree(self, value: Any) -> Any:
         """What the rank of the last stage says.
 
         Args:
-            reason: Of this rank; only that of the last stage counts.
+            value: Of this rank; only that of the last stage counts.
 
         Returns:
             The same on all ranks of the pipeline.
         """
-        said: str | None = self._links.share_object(reason, self._last_rank)
-        return said
+        return self._links.share_object(value, self._last_rank)
 
     def _with_backward(self, call: Call) -> Any:
         leaves, structure = flatten(call.output)
@@ -216,12 +222,12 @@ class PipelineRuntime:
         call.output = None
         return unflatten(detached, structure)
 
-    def backward(self, call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, call: Call, grads: OutputGrads) -> list[Tensor]:
         """All backwards of a batch.
 
         Args:
             call: The batch.
-            grads: Of the outputs that require one, the same on all ranks.
+            grads: Of the outputs that require one, the same on all ranks; None for what the loss does not use.
 
         Returns:
             Of the inputs that require one, on every rank.
@@ -242,12 +248,13 @@ class PipelineRuntime:
         if call.is_fused:
             if self._fused.backward(call, grads, tell):
                 return self._shared_input_grads(call)
-            call.forget()
-            self.execute(call, forward_program(call.schedule))
+            with call.as_in_forward():
+                self.execute(call, forward_program(call.schedule))
         call.batch.output_grads = of_microbatches(grads, call.sizes)
         with self.executor.spans.measure("all"), put_back(self.device):
             self.executor.run(backward_program(call.schedule), call.batch, tell)
             self._links.finish()
+        call.batch.output_grads = None
         return self._shared_input_grads(call)
 
     def _shared_input_grads(self, call: Call) -> list[Tensor]:
@@ -272,10 +279,11 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, runtime: PipelineRuntime, call: Call, num_inputs: int, *tensors: Tensor) -> Any:
         ctx.runtime, ctx.call, ctx.num_inputs = runtime, call, num_inputs
         ctx.num_outputs = len(tensors) - num_inputs - 1
-        return tuple(tensor.view_as(tensor) for tensor in tensors[1 + num_inputs :])
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors[1 + num_inputs :])  # no views: they may be changed in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         found = ctx.runtime.backward(ctx.call, grads)
         return None, None, None, None, *found, *[None] * ctx.num_outputs

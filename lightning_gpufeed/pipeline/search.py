@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from lightning_gpufeed.pipeline.generators import fast_forward, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.pipeline.simulate import StageCosts, simulate
+from lightning_gpufeed.pipeline.simulate import Send, Sends, StageCosts, each_send, simulate
 
-__all__ = ["Candidate", "balanced", "best"]
+__all__ = ["Candidate", "balanced", "best", "together"]
 
 
 class Candidate(NamedTuple):
@@ -89,7 +89,7 @@ def balanced(layer_seconds: Sequence[float], num_stages: int) -> tuple[range, ..
 
 def best(
     layers: Sequence[StageCosts],
-    send_seconds: float | Sequence[float],
+    send_seconds: Sends,
     num_ranks: int,
     num_microbatches: int,
     memory_cap_bytes: int | None = None,
@@ -120,12 +120,7 @@ def best(
         raise ValueError(
             f"num_ranks is {num_ranks}; expected 1 to {len(layers)}, the number of layers, so that each rank has some."
         )
-    sends = [send_seconds] * (len(layers) - 1) if isinstance(send_seconds, int | float) else list(send_seconds)
-    if len(sends) != len(layers) - 1:
-        raise ValueError(
-            f"There are {len(sends)} send_seconds; expected {len(layers) - 1}, one between each layer and the next, or "
-            f"one for all."
-        )
+    sends = each_send(send_seconds, len(layers) - 1)
     if memory_cap_bytes is not None and memory_cap_bytes < 0:
         raise ValueError(f"memory_cap_bytes is {memory_cap_bytes}; expected at least 0, or None for no limit.")
     seconds = [layer.compute_seconds for layer in layers]
@@ -133,7 +128,7 @@ def best(
     per_rank = len(layers) // num_ranks
     for num_virtual in (v for v in range(1, per_rank + 1) if per_rank % v == 0):
         stages = balanced(seconds, num_ranks * num_virtual)
-        costs = [_together(layers[stage.start : stage.stop]) for stage in stages]
+        costs = [together(layers[stage.start : stage.stop]) for stage in stages]
         stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
         for name, schedule in _schedules(num_ranks, num_microbatches, num_virtual, costs, stage_sends):
             timeline = simulate(schedule, costs, stage_sends)
@@ -145,7 +140,7 @@ def best(
 
 
 def _schedules(
-    num_ranks: int, num_microbatches: int, num_virtual: int, costs: Sequence[StageCosts], sends: Sequence[float]
+    num_ranks: int, num_microbatches: int, num_virtual: int, costs: Sequence[StageCosts], sends: Sequence[Send]
 ) -> Iterator[tuple[str, Schedule]]:
     """All that allow so many stages on a rank, each by its name."""
     given: list[Callable[..., Schedule]] = [gpipe, one_f_one_b if num_virtual == 1 else interleaved]
@@ -156,8 +151,15 @@ def _schedules(
         yield make.__name__, make(num_ranks, num_microbatches, num_virtual, costs=costs, send_seconds=sends)
 
 
-def _together(layers: Sequence[StageCosts]) -> StageCosts:
-    """The costs of layers that are one stage."""
+def together(layers: Sequence[StageCosts]) -> StageCosts:
+    """The costs of layers that are one stage.
+
+    Args:
+        layers: One after the other.
+
+    Returns:
+        Their sums.
+    """
     return StageCosts(
         sum(one.forward_seconds for one in layers),
         sum(one.input_grad_seconds for one in layers),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,8 @@ from torch import Tensor, distributed, nn, optim
 
 from lightning_gpufeed.pipeline.fused import MicrobatchLoss
 from lightning_gpufeed.pipeline.layer_list import check_enough, find_layers
-from lightning_gpufeed.pipeline.link import Link, probe_link
 from lightning_gpufeed.pipeline.links import Links, PipelineGroups
-from lightning_gpufeed.pipeline.measure import MeasuredLayers, measure_layers
-from lightning_gpufeed.pipeline.nested import batch_size, microbatch_sizes, split
+from lightning_gpufeed.pipeline.measured_plan import measured_plan
 from lightning_gpufeed.pipeline.partition import Partition
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_evaluation, plan_training
 from lightning_gpufeed.pipeline.replicas import GradientMean, sum_gradients
@@ -139,7 +136,7 @@ class PipelineSession:
             SyncError: Another rank is gone.
         """
         if self.runtime is None:
-            self._begin(self._measured_plan(value))
+            self._begin(measured_plan(self.layers.layers, value, self._options, self.groups, self._device))
         assert self.runtime is not None
         self.runtime.microbatch_loss = self.microbatch_loss
         self.runtime.on_stage_done = self._stage_done if self.is_syncing else None
@@ -173,21 +170,6 @@ class PipelineSession:
         torch.set_rng_state(box[0][2])
         if self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(box[0][3], self._device)
-
-    def _measured_plan(self, value: Any) -> PipelinePlan:
-        """Rank 0 measures; all decide from its numbers, and so decide the same."""
-        link = probe_link(self.groups.output, self._device, self.groups.place, self._options.pipeline_size)
-        box: list[Any] = [None]
-        if distributed.get_rank() == 0:
-            num_samples = batch_size(value) or 1
-            sizes = microbatch_sizes(num_samples, min(self._options.microbatches, num_samples))
-            with _visiting(self.layers.layers, self._device):
-                measured = measure_layers(self.layers.layers, split(value, sizes)[0])
-            box = [(measured.as_lists(), link.latency_seconds, link.seconds_per_byte)]
-        distributed.broadcast_object_list(box, 0)
-        rows, latency_seconds, seconds_per_byte = box[0]
-        measured = MeasuredLayers.from_lists(rows)
-        return plan_training(self._options, len(self.layers.layers), measured, Link(latency_seconds, seconds_per_byte))
 
     def _begin(self, plan: PipelinePlan) -> None:
         """Give the layers to their ranks."""
@@ -377,24 +359,3 @@ class _Pipelined:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._session.layers.owner, "forward")
-
-
-@contextmanager
-def _visiting(layers: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Have layers on the device one at a time, each while it is run."""
-    here: list[nn.Module] = []
-
-    def come(layer: nn.Module, _: Any) -> None:
-        if here != [layer]:
-            for other in here:
-                other.cpu()
-            here[:] = [layer.to(device)]
-
-    handles = [] if device.type == "cpu" else [layer.register_forward_pre_hook(come) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer in here:
-            layer.cpu()

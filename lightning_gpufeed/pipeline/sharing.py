@@ -51,13 +51,16 @@ class OutputSharing:
             program: What is about to be carried out; outputs are shared in its order.
         """
         self._waits, self._parts = [], {}
+        self._num_calls += 1
+        if self._num_calls <= _FIRST_CHECKED or self._num_calls % _CHECKED_EVERY == 0:
+            self._check_batch(call)
         is_known = all(key in self._specs for key in call.batch.keys)
-        call.batch.on_output = None
+        keys = call.batch.keys
         if is_known and self._is_source:
-            call.batch.on_output = lambda microbatch, output: self._give(call, microbatch, output)
+            call.batch.on_output = lambda microbatch, output: self._give(keys[microbatch], output)
         elif is_known:
             for microbatch in self._order(program):
-                self._take(call, microbatch)
+                self._take(microbatch, keys[microbatch])
 
     def _order(self, program: Program) -> list[int]:
         actions = program.ranks[self._source]
@@ -76,6 +79,7 @@ class OutputSharing:
         Raises:
             ScheduleError: Ranks have different batches, or the output cannot be put together.
         """
+        call.batch.on_output = None
         unknown = [key for key in dict.fromkeys(call.batch.keys) if key not in self._specs]
         if unknown:
             told = {}
@@ -84,12 +88,9 @@ class OutputSharing:
             self._specs.update(self._links.share_object(told, self._source))
             for microbatch in self._order(program):
                 if self._is_source:
-                    self._give(call, microbatch, call.batch.outputs[microbatch])
+                    self._give(call.batch.keys[microbatch], call.batch.outputs[microbatch])
                 else:
-                    self._take(call, microbatch)
-        self._num_calls += 1
-        if self._num_calls <= _FIRST_CHECKED or self._num_calls % _CHECKED_EVERY == 0:
-            self._check_batch(call)
+                    self._take(microbatch, call.batch.keys[microbatch])
         waits, self._waits = self._waits, []
         for wait in waits:
             wait()
@@ -106,13 +107,13 @@ class OutputSharing:
         with torch.no_grad():
             return concatenate(parts, call.sizes)
 
-    def _give(self, call: Call, microbatch: int, output: Any) -> None:
-        self._links.tell_spec(self._border, call.batch.keys[microbatch], NestedSpec.of(output), None)
+    def _give(self, key: Hashable, output: Any) -> None:
+        self._links.tell_spec(self._border, key, NestedSpec.of(output), None)
         tensors = [leaf.detach().contiguous() for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
         self._waits.append(self._links.share(tensors, self._source))
 
-    def _take(self, call: Call, microbatch: int) -> None:
-        spec = self._specs[call.batch.keys[microbatch]]
+    def _take(self, microbatch: int, key: Hashable) -> None:
+        spec = self._specs[key]
         tensors = [its.empty(self._device) for its in spec.tensors]
         self._parts[microbatch] = spec, tensors
         self._waits.append(self._links.share(tensors, self._source))
@@ -145,6 +146,9 @@ def fingerprint(value: Any, device: torch.device) -> Tensor:
             flat = leaf.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _MOST_SAMPLED)]
             some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
-            some = torch.nan_to_num(some.to(device=device, dtype=torch.float64))
-            total += (some * torch.arange(1, some.numel() + 1, device=device)).sum() * (place + 1) + leaf.numel()
+            some = torch.nan_to_num(some.to(device=device, dtype=torch.float64), 1.0, 2.0, 3.0)
+            total += (some * torch.arange(1, some.numel() + 1, device=device)).sum() * (place + 1)
+        if isinstance(leaf, Tensor):
+            for size in leaf.shape:
+                total = total * 3.0 + size
     return total

@@ -1,8 +1,8 @@
 """What a step with a schedule takes, and what is where in it. Pure.
 
 A rank takes its actions in order, and begins one as soon as the rank is free and what the action needs has arrived.
-What a stage computes arrives at the next rank `send_seconds` later; a rank goes on meanwhile, and messages do not hold
-up each other::
+What a stage computes arrives at the next rank `send_seconds` later, and a rank goes on meanwhile. Messages do not hold
+up each other, unless a `Send` says for how long one takes the link of its rank::
 
     rank 0   F0 F1 .  .  .  .  B0 .. B1 ..
     rank 1   .  F0 B0 .. F1 B1 ..
@@ -22,7 +22,53 @@ from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.pipeline.validate import in_order
 
-__all__ = ["Clock", "Span", "StageCosts", "Timeline", "simulate"]
+__all__ = ["Clock", "Send", "Sends", "Span", "StageCosts", "Timeline", "each_send", "simulate"]
+
+
+@dataclass(frozen=True)
+class Send:
+    """What a message takes.
+
+    Attributes:
+        latency_seconds: From its end on the sender's side until it is there; others go on meanwhile.
+        link_seconds: That it takes the link of the rank that sends it: others wait.
+    """
+
+    latency_seconds: float = 0.0
+    link_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a message that waits for no other."""
+        return self.latency_seconds + self.link_seconds
+
+
+Sends = float | Send | Sequence[float | Send]
+"""From each stage to the next, or from every stage; a number is a latency alone."""
+
+
+def each_send(sends: Sends, num_borders: int) -> list[Send]:
+    """One for each border between stages.
+
+    Args:
+        sends: One for each, or one for all.
+        num_borders: Between stages, or layers.
+
+    Returns:
+        So many.
+
+    Raises:
+        ValueError: There are not so many, or a time is negative or not finite.
+    """
+    given = [sends] * num_borders if isinstance(sends, int | float | Send) else list(sends)
+    found = [one if isinstance(one, Send) else Send(one) for one in given]
+    times = [seconds for one in found for seconds in (one.latency_seconds, one.link_seconds)]
+    if len(found) != num_borders or not all(one >= 0 and math.isfinite(one) for one in times):
+        raise ValueError(
+            f"send_seconds is {sends}; expected finite numbers, at least 0: one for each of the {num_borders} borders "
+            "between stages, or one for all."
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,7 +161,7 @@ class Clock:
         self,
         stage_to_rank: Sequence[int],
         costs: StageCosts | Sequence[StageCosts],
-        send_seconds: float | Sequence[float] = 0.0,
+        send_seconds: Sends = 0.0,
     ) -> None:
         """Begin a step.
 
@@ -131,14 +177,9 @@ class Clock:
         of_stage = [costs] * num_stages if isinstance(costs, StageCosts) else list(costs)
         if len(of_stage) != num_stages:
             raise ValueError(f"There are costs of {len(of_stage)} stages; expected {num_stages}, or one for all.")
-        num_borders = max(0, num_stages - 1)
-        sends = [send_seconds] * num_borders if isinstance(send_seconds, int | float) else list(send_seconds)
-        if len(sends) != num_borders or not all(one >= 0 and math.isfinite(one) for one in sends):
-            raise ValueError(
-                f"send_seconds is {send_seconds}; expected finite numbers, at least 0: one for each of the "
-                f"{num_borders} borders between stages, or one for all."
-            )
-        self._sends = [0.0 if stage_to_rank[i] == stage_to_rank[i + 1] else seconds for i, seconds in enumerate(sends)]
+        self._stage_to_rank = tuple(stage_to_rank)
+        self._sends = each_send(send_seconds, max(0, num_stages - 1))
+        self._link_free: dict[int, float] = {}
         self.seconds = {
             "F": [one.forward_seconds for one in of_stage],
             "I": [one.input_grad_seconds for one in of_stage],
@@ -147,6 +188,7 @@ class Clock:
         }
         self.costs = tuple(of_stage)
         self._ends: dict[Action, float] = {}
+        self._arrivals: dict[Action, float] = {}
 
     def ready_seconds(self, action: Action) -> float | None:
         """When all that an action needs has arrived.
@@ -159,11 +201,10 @@ class Clock:
         """
         ready = 0.0
         for needed in action.needs(self._num_stages):
-            end = self._ends.get(needed)
+            known = self._ends if needed.stage == action.stage else self._arrivals
+            end = known.get(needed)
             if end is None:
                 return None
-            if needed.stage != action.stage:
-                end += self._sends[min(needed.stage, action.stage)]
             ready = max(ready, end)
         return ready
 
@@ -180,12 +221,23 @@ class Clock:
         end = begin + self.seconds[action.kind][action.stage]
         for part in action.parts:
             self._ends[part] = end
+        if action.kind != "W":
+            self._send(action.parts[0], end)
         return end
 
+    def _send(self, part: Action, end: float) -> None:
+        """Note when the next stage has what was computed."""
+        stage, other = part.stage, part.stage + (1 if part.kind == "F" else -1)
+        arrival = end
+        if 0 <= other < self._num_stages and self._stage_to_rank[stage] != self._stage_to_rank[other]:
+            send, rank = self._sends[min(stage, other)], self._stage_to_rank[stage]
+            if send.link_seconds:
+                arrival = self._link_free[rank] = max(end, self._link_free.get(rank, 0.0)) + send.link_seconds
+            arrival += send.latency_seconds
+        self._arrivals[part] = arrival
 
-def simulate(
-    schedule: Schedule, costs: StageCosts | Sequence[StageCosts], send_seconds: float | Sequence[float] = 0.0
-) -> Timeline:
+
+def simulate(schedule: Schedule, costs: StageCosts | Sequence[StageCosts], send_seconds: Sends = 0.0) -> Timeline:
     r"""What a step with a schedule looks like.
 
     Args:

@@ -12,7 +12,7 @@ recomputes a checkpointed block once for each group of parameters, and fires no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gpufeed.backprop.order import BackwardOrder
 from lightning_gpufeed.backprop.split import WeightGradSplitter, splittable_layers
 from lightning_gpufeed.backprop.tasks import TaskKey
+from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.nested import flatten, unflatten
 from lightning_gpufeed.pipeline.randomness import Draws, may_draw
 
@@ -82,11 +83,6 @@ class Stage:
         return list(nn.ModuleList(self.layers).parameters())
 
     @property
-    def buffers(self) -> list[Tensor]:
-        """Of all layers, each once."""
-        return list(nn.ModuleList(self.layers).buffers())
-
-    @property
     def pending_bytes(self) -> int:
         """What weight gradients that wait keep alive."""
         return 0 if self._splitter is None else self._splitter.pending_bytes
@@ -109,24 +105,40 @@ class Stage:
         leaves = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
+        entries = [_entry(leaf) if _wants_grad(leaf) else leaf for leaf in leaves]
         if self._splitter is not None:
             self._splitter.is_open = True
         try:
-            output = self._run(unflatten(leaves, structure), microbatch, draws)
+            output = self._run(unflatten(entries, structure), microbatch, draws)
         finally:
             if self._splitter is not None:
                 self._splitter.is_open = False
         given, structure = flatten(output)
-        held = Held(
-            [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad],
-            [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad],
-        )
+        held = Held([leaf for leaf in leaves if _wants_grad(leaf)], [leaf for leaf in given if _wants_grad(leaf)])
         detached = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given
         ]
         return unflatten(detached, structure), held
 
     def _run(self, value: Any, microbatch: int, draws: Draws) -> Any:
+        if self.index == 0:
+            return self._unchanged(value, lambda: self._through(value, microbatch, draws))
+        return self._through(value, microbatch, draws)
+
+    def _unchanged(self, value: Any, run: Callable[[], Any]) -> Any:
+        """The batch is on all ranks, and is to stay the same on all of them."""
+        leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        before = [leaf._version for leaf in leaves]
+        output = run()
+        if before != [leaf._version for leaf in leaves]:
+            raise ScheduleError(
+                f"The first layer of the pipeline ({type(self.layers[0]).__name__}) changes its input in place, which "
+                "other ranks have too and would still see as it was; expected it to leave the batch alone. Use "
+                "inplace=False there."
+            )
+        return output
+
+    def _through(self, value: Any, microbatch: int, draws: Draws) -> Any:
         for place, (layer, has_draws) in enumerate(zip(self.layers, self._draws, strict=True)):
             if has_draws:
                 draws.begin(self._first_layer + place, microbatch)
@@ -136,24 +148,25 @@ class Stage:
                 value = layer(value)
         return value
 
-    def input_grad(self, held: Held, grads: Sequence[Tensor]) -> list[Tensor]:
+    def input_grad(self, held: Held, grads: Sequence[Tensor | None]) -> list[tuple[Tensor | None, Tensor]]:
         """Run backward; weight gradients that can wait do.
 
         Args:
             held: Of the microbatch. Its graph is gone afterwards.
-            grads: For each output that requires one.
+            grads: For each output that requires one; None for what the loss does not depend on.
 
         Returns:
-            For each input that requires one; zeros for what the output does not depend on.
+            For each input that requires one its gradient and itself; None for what the loss does not depend on.
         """
         splitter = self._splitter
         num_before = 0 if splitter is None else splitter.num_pending
-        if held.outputs:
-            with self._open_for_recomputation(), torch.autocast(held.outputs[0].device.type, enabled=False):
-                torch.autograd.backward(held.outputs, list(grads))
+        used = [(output, grad) for output, grad in zip(held.outputs, grads, strict=True) if grad is not None]
+        if used:
+            with self._open_for_recomputation(), torch.autocast(used[0][0].device.type, enabled=False):
+                torch.autograd.backward([output for output, _ in used], [grad for _, grad in used])
         if splitter is not None:
             held.waiting = splitter.waiting()[num_before:]
-        found = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held.inputs]
+        found = [(tensor.grad, tensor.detach()) for tensor in held.inputs]
         held.inputs, held.outputs = [], []
         return found
 
@@ -180,6 +193,27 @@ class Stage:
         """Give the layers their own forward back."""
         if self._splitter is not None:
             self._splitter.close()
+
+
+def _wants_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _entry(leaf: Tensor) -> Tensor:
+    entry: Tensor = _Entry.apply(leaf)  # type: ignore[no-untyped-call]
+    return entry
+
+
+class _Entry(torch.autograd.Function):
+    """The input of a stage as the output of a layer: a layer may change it in place, which a leaf does not allow."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class _Open:

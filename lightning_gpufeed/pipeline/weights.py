@@ -303,8 +303,8 @@ def _check_torn(every: Sequence[Sequence[str]]) -> None:
         if names:
             raise SyncError(
                 f"{', '.join(map(repr, names))} on rank {rank} of the pipeline is not what another rank has, which has "
-                "it too. A module of several layers must not change its own buffers in a forward: give each layer one of "
-                "its own. Weights of several layers stay equal if only the optimizer changes them."
+                "it too. A module of several layers must not change its own buffers in a forward: give each layer a "
+                "module of its own. Weights of several layers stay equal if only the optimizer changes them."
             )
 
 

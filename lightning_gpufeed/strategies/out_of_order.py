@@ -110,8 +110,8 @@ class OutOfOrderStrategy(DDPStrategy):
             start_method: As in `DDPStrategy`.
             pipeline_size: Ranks that share a model. From 2 on this is a `PipelineStrategy`, which says what that is.
             num_microbatches: Of a batch, in a pipeline; None for four for each rank of it.
-            pipeline_module: Name of the `nn.Sequential` to share out, or of a method that returns layers in order.
-                None: the only one that there is.
+            pipeline_module: Name of the `nn.Sequential` to share out, or of a method that returns layers in order,
+                which stand for the forward of the module whose method it is. None: the only Sequential.
             schedule: Order of a step in a pipeline: "fast_forward", "gpipe", "1f1b", "interleaved", "zero_bubble",
                 "zbv", a `pipeline.schedule.Schedule` or its text; "auto": the fastest by measured times.
             layers_per_stage: How many layers make a stage; the stages are dealt out in turn. "auto": the fastest.

@@ -7,7 +7,7 @@ name                                                 what for
 ===================================================  ===============================================================
 Trainer._accelerator_connector, and its attribute    with one pipeline there is nothing to distribute, and a sampler
 use_distributed_sampler                              of Lightning's would shuffle
-nn.Module._apply(..., recurse=False)                 moves the tensors of a module, and not those of its layers
+nn.Module._parameters, _buffers                      the tensors of a module, without those of its children
 ===================================================  ===============================================================
 """
 
@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.foreign import is_foreign
@@ -122,6 +124,7 @@ class PipelineStrategy(OutOfOrderStrategy):
         assert self._pipeline_options is not None
         if is_fitting:
             # Before layers go: an optimizer that is fused refuses parameters without memory.
+            self._check_callbacks(trainer)
             self.setup_optimizers(trainer)
             self._check_optimizers()
         self._groups = PipelineGroups.create(self._size, self._timeout)
@@ -144,10 +147,18 @@ class PipelineStrategy(OutOfOrderStrategy):
         if is_fitting:
             for optimizer in self.optimizers:
                 self._session.watch(raw(optimizer))
-            self._quiet = QuietStep(self.lightning_module)
+            self._quiet = QuietStep(self.lightning_module, self._session.layers.layers)
             self._share_overflows()
             self._clip_together()
             self._warn_of_batch_norm()
+
+    def _check_callbacks(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise ScheduleError(
+                    f"{type(callback).__name__} averages copies of all weights, and each rank of a pipeline has those "
+                    "of its own layers alone; expected to train without it. Average checkpoints afterwards."
+                )
 
     def _check_optimizers(self) -> None:
         for optimizer in map(raw, self.optimizers):
@@ -164,10 +175,21 @@ class PipelineStrategy(OutOfOrderStrategy):
         layers = {id(part) for layer in self._session.layers.layers for part in layer.modules()}
         for module in self.lightning_module.modules():
             if id(module) not in layers:
-                module._apply(self._here, recurse=False)  # type: ignore[no-untyped-call]
+                for tensors in (module._parameters, module._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None and not is_foreign(tensor):
+                            self._move(tensors, name, tensor)
+                if isinstance(module, Metric):  # whose states are no buffers
+                    module.to(self.root_device)
 
-    def _here(self, tensor: Tensor) -> Tensor:
-        return tensor if is_foreign(tensor) else tensor.to(self.root_device)
+    def _move(self, tensors: dict[str, Any], name: str, tensor: Tensor) -> None:
+        """A parameter stays the same object."""
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = tensor.data.to(self.root_device)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(self.root_device)
+        else:
+            tensors[name] = tensor.to(self.root_device)
 
     def _share_overflows(self) -> None:
         """With 16-mixed: all ranks skip a step if one has to."""

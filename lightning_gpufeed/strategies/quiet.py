@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -19,12 +20,15 @@ __all__ = ["QuietStep", "unlogged"]
 class QuietStep:
     """Runs the module's `training_step` without a trace."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, layers: Iterable[nn.Module]) -> None:
         """Find what could change.
 
         Args:
             module: The user's.
+            layers: Parts of it that are not run in the step.
         """
+        inside = {id(part) for layer in layers for part in layer.modules()}
+        self._others = [part for part in module.modules() if id(part) not in inside]
         self._module = module
         self._metrics = find_metrics(module)
         self._metric_states = MetricStates()
@@ -41,26 +45,34 @@ class QuietStep:
             The loss.
 
         Raises:
-            ScheduleError: It fails, or gives no loss.
+            ScheduleError: It gives no loss.
         """
         self._metric_states.save(self._metrics)
         self._attributes.save()
+        buffers = [
+            (part, name, buffer, buffer.clone())
+            for part in self._others
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
         try:
             with unlogged(self._module):
                 result = self._module.training_step(*args, **kwargs)
-        except ScheduleError:
-            raise
-        except Exception as error:
-            raise ScheduleError(
-                f"training_step fails on a part of a batch ({type(error).__name__}: {str(error)[:120]})"
-            ) from error
         finally:
             self._attributes.put_back()
             self._metric_states.put_back()
+            _put_back(buffers)
         loss = result["loss"] if isinstance(result, dict) else result
         if not isinstance(loss, Tensor):
-            raise ScheduleError("training_step gives no loss for a part of a batch")
+            raise ScheduleError(f"it gives a {type(loss).__name__}, and no loss")
         return loss
+
+
+@torch.no_grad()
+def _put_back(buffers: Iterable[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    for part, name, buffer, value in buffers:
+        buffer.copy_(value)
+        part._buffers[name] = buffer
 
 
 @contextmanager

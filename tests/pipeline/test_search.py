@@ -116,7 +116,7 @@ def test_every_rank_finds_the_same():
     [
         (([UNIT] * 2, 0.0, 3, 1), "num_ranks is 3; expected 1 to 2, the number of layers"),
         (([UNIT] * 2, 0.0, 0, 1), "num_ranks is 0; expected 1 to 2"),
-        (([UNIT] * 2, [0.0, 0.0], 1, 1), "There are 2 send_seconds; expected 1"),
+        (([UNIT] * 2, [0.0, 0.0], 1, 1), "one for each of the 1 borders"),
         (([UNIT] * 2, 0.0, 1, 0), "num_microbatches is 0; expected"),
         (([UNIT] * 2, 0.0, 1, 1, -1), "memory_cap_bytes is -1; expected at least 0, or None"),
         (([UNIT] * 2, -1.0, 2, 1), "send_seconds is .*; expected finite numbers, at least 0"),

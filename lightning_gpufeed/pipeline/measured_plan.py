@@ -1,0 +1,99 @@
+"""Decides how to run a pipeline from what one rank measures with the first batch: all ranks decide the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpufeed.errors import SyncError
+from lightning_gpufeed.pipeline.link import Link, probe_link
+from lightning_gpufeed.pipeline.links import PipelineGroups
+from lightning_gpufeed.pipeline.measure import MeasuredLayers, measure_layers
+from lightning_gpufeed.pipeline.nested import batch_size, microbatch_sizes, split
+from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_training
+
+__all__ = ["measured_plan"]
+
+
+def measured_plan(
+    layers: Sequence[nn.Module], value: Any, options: PipelineOptions, groups: PipelineGroups, device: torch.device
+) -> PipelinePlan:
+    """Measure the layers on rank 0, and the links; every rank has to call this.
+
+    Args:
+        layers: Of the whole model, with all values.
+        value: A batch for the first of them.
+        options: What is asked for.
+        groups: Of this rank.
+        device: Where this rank computes. On a CUDA device one layer is there at a time.
+
+    Returns:
+        The plan, the same on all ranks of all pipelines.
+
+    Raises:
+        ScheduleError: There are fewer layers than stages, or nothing keeps within the cap.
+        SyncError: Rank 0 could not measure; it raises what a layer has raised.
+    """
+    link = probe_link(groups.output, device, groups.place, options.pipeline_size)
+    box: list[Any] = [None]
+    error: Exception | None = None
+    if distributed.get_rank() == 0:
+        try:
+            box = [(_measured(layers, value, options, device).as_lists(), link.latency_seconds, link.seconds_per_byte)]
+        except Exception as caught:  # which the others are to hear of
+            error, box = caught, [f"{type(caught).__name__}: {caught}"]
+    distributed.broadcast_object_list(box, 0)
+    if error is not None:
+        raise error
+    if isinstance(box[0], str):
+        raise SyncError(f"Rank 0 could not measure the layers of the pipeline: {box[0][:200]}")
+    rows, latency_seconds, seconds_per_byte = box[0]
+    found = MeasuredLayers.from_lists(rows)
+    return plan_training(options, len(layers), found, Link(latency_seconds, seconds_per_byte))
+
+
+def _measured(
+    layers: Sequence[nn.Module], value: Any, options: PipelineOptions, device: torch.device
+) -> MeasuredLayers:
+    num_samples = batch_size(value) or 1
+    sizes = microbatch_sizes(num_samples, min(options.microbatches, num_samples))
+    with _visiting(layers, device):
+        run = [_Checkpointed(layer) for layer in layers] if options.is_checkpointed else layers
+        return measure_layers(run, split(value, sizes)[0])
+
+
+class _Checkpointed(nn.Module):
+    """Runs a layer a second time in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Any) -> Any:
+        return checkpoint(self.layer, value, use_reentrant=False)
+
+
+@contextmanager
+def _visiting(layers: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Have layers on the device one at a time, each while it is run."""
+    here: list[nn.Module] = []
+
+    def come(layer: nn.Module, _: Any) -> None:
+        if here != [layer]:
+            for other in here:
+                other.cpu()
+            here[:] = [layer.to(device)]
+
+    handles = [] if device.type == "cpu" else [layer.register_forward_pre_hook(come) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer in here:
+            layer.cpu()
