@@ -20,6 +20,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ import torch
 GRACE_SECONDS = 10.0
 """How long a thread or process that was told to stop may take to do so, on a machine that is busy with others."""
 
-H5_NAME = re.compile(r"\.(h5|hdf5)\b")
+H5_NAME = re.compile(rb"\.(h5|hdf5)\b")
 
 SET_BY_LIBRARIES = frozenset(
     {
@@ -54,6 +55,9 @@ SET_BY_LIBRARIES = frozenset(
 """Variables that a library sets by itself: put back, but no fault of the test."""
 
 CALL_FAILED = pytest.StashKey[bool]()
+NO_H5_FILE = pytest.StashKey[bool]()
+"""Whether the test before left none open, and nothing has run since that could have opened one: it takes a while to
+look."""
 
 # With tensors as small as those of the tests, the cores would only wait for each other.
 torch.set_num_threads(1)
@@ -68,6 +72,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a CUDA device where there is none."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have pytest-xdist keep the order of the files that is made here."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that may take long, and end with those of few tests, so that two processes end together.
+
+    What starts processes of its own has few tests that take long, and a limit of its own.
+    """
+    if not hasattr(config, "workerinput"):  # one process runs them all
+        return
+    counts = Counter(item.path for item in items)
+    long = {item.path for item in items if item.get_closest_marker("timeout") is not None}
+    items.sort(key=lambda item: (item.path not in long, -counts[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:
@@ -92,10 +114,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """Look again for open files that are there before a test, where it shares a fixture with others."""
+    if fixturedef.scope != "function":
+        request.session.stash[NO_H5_FILE] = False
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest, _same_start: None) -> Iterator[None]:
     """Fail a test that leaves a thread, a process or an open HDF5 file, or moves the whole program."""
-    threads, processes, h5_files = set(threading.enumerate()), _child_processes(), _open_h5_files()
+    stash = request.session.stash
+    h5_files = set() if stash.get(NO_H5_FILE, False) else _open_h5_files()
+    stash[NO_H5_FILE] = False
+    threads, processes = set(threading.enumerate()), _child_processes()
     directory, environment = Path.cwd(), dict(os.environ)
     yield
     _destroy_process_group()
@@ -107,7 +139,9 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _same_start: None) -> I
     ]
     # The traceback of a failed test holds what its frames held, an open file too: that is no leak.
     if not request.node.stash.get(CALL_FAILED, False):
-        left += _leaked_h5_files(h5_files)
+        open_now = _open_h5_files()
+        stash[NO_H5_FILE] = not open_now
+        left += _leaked_h5_files(h5_files, open_now)
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
 
@@ -214,27 +248,32 @@ def _leaked_processes(before: set[psutil.Process]) -> list[str]:
 
 def _open_h5_files() -> set[str]:
     """Give the HDF5 files that are open or mapped, as `descriptor -> path` and `mapping of path`."""
-    descriptors = Path("/proc/self/fd")
-    if not descriptors.exists():  # not Linux
+    if not os.path.isdir("/proc/self/fd"):  # not Linux
         return set()
     found = set()
-    for descriptor in descriptors.iterdir():
+    for descriptor in os.listdir(b"/proc/self/fd"):
         try:
-            target = os.readlink(descriptor)
+            target = os.readlink(b"/proc/self/fd/" + descriptor)
         except FileNotFoundError:  # the descriptor of this very listing
             continue
         if H5_NAME.search(target):
-            found.add(f"descriptor {descriptor.name} -> {target}")
-    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        _, slash, path = line.partition(" /")
-        if slash and H5_NAME.search(path):
-            found.add(f"mapping of /{path}")
-    return found
+            found.add(f"descriptor {os.fsdecode(descriptor)} -> {os.fsdecode(target)}")
+    return found | _mapped_h5_files()
 
 
-def _leaked_h5_files(before: set[str]) -> list[str]:
+def _mapped_h5_files() -> set[str]:
+    """Give the HDF5 files that are mapped."""
+    with open("/proc/self/maps", "rb", buffering=0) as file:
+        maps = file.read()
+    if not H5_NAME.search(maps):  # of most tests, and a line after the other takes a while
+        return set()
+    paths = [path for _, slash, path in (line.partition(b" /") for line in maps.splitlines()) if slash]
+    return {f"mapping of /{os.fsdecode(path)}" for path in paths if H5_NAME.search(path)}
+
+
+def _leaked_h5_files(before: set[str], now: set[str]) -> list[str]:
     """Name the HDF5 files that were opened or mapped and still are."""
-    left = _open_h5_files() - before
+    left = now - before
     if left:
         gc.collect()  # an exception that a test caught may hold a file in a reference cycle
         left = _open_h5_files() - before

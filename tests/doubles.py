@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_gpufeed
+from tests.scripts import start_script
 
 PACKAGE = Path(lightning_gpufeed.__file__).parent
 WAIT_SECONDS = 60.0
@@ -125,14 +124,13 @@ class Ended:
         return (self.text.splitlines() or [""])[-1]
 
 
-# The package without its root module, which imports Lightning and takes seconds. Everything is imported once;
-# then each case runs in a fork of its own, to the end of the interpreter, and may die as it likes.
+# Everything is imported once; then each case runs in a fork of its own, to the end of the interpreter, and may die as
+# it likes.
 _RUN_FORKED = """
-import json, os, signal, sys, types
-package = types.ModuleType("lightning_gpufeed")
-package.__path__ = [sys.argv[1]]
-sys.modules["lightning_gpufeed"] = package
-setup, cases = json.load(sys.stdin)
+import json, os, signal, sys
+from pathlib import Path
+folder = Path.cwd()
+setup, cases = json.loads((folder / "cases.json").read_text())
 scope = {"__name__": "__main__"}
 exec(setup, scope)
 ended = {}
@@ -142,14 +140,14 @@ for name, code in cases.items():
     if child == 0:
         os.dup2(write, 1)
         os.dup2(write, 2)
-        signal.alarm(int(sys.argv[2]))
+        signal.alarm(int(sys.argv[1]))
         break
     os.close(write)
     with os.fdopen(read) as stream:
         text = stream.read()
     ended[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
 else:
-    code = "print(json.dumps(ended))"
+    code = "(folder / 'ended.json').write_text(json.dumps(ended))"
 exec(compile(code, "case", "exec"), globals() if child else scope)
 """
 
@@ -164,15 +162,23 @@ def run_forked(setup: str, cases: dict[str, str]) -> dict[str, Ended]:
     Returns:
         Name -> how it ended; a case that hangs is killed and has minus SIGALRM as its code.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN_FORKED, str(PACKAGE), str(int(WAIT_SECONDS))],
-        input=json.dumps([setup, cases]),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
-    return {name: Ended(*ended) for name, ended in json.loads(run.stdout).items()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run_forked.py").write_text(_RUN_FORKED)
+        (folder / "cases.json").write_text(json.dumps([setup, cases]))
+        log = folder / "log"
+        running = start_script(
+            [str(folder / "run_forked.py"), str(int(WAIT_SECONDS))],
+            folder=folder,
+            environment={**os.environ},
+            outputs=[[log, log]],
+        )
+        try:
+            code = running.wait(100)
+        finally:
+            running.kill()
+        assert code == 0, log.read_text()
+        return {name: Ended(*ended) for name, ended in json.loads((folder / "ended.json").read_text()).items()}
 
 
 def thin_package(folder: Path) -> Path:
@@ -199,30 +205,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# What all ranks import is imported once; then each runs in a fork of its own, to the end of the interpreter.
-_FORK_RANKS = """
-import os, runpy, sys
-import lightning.pytorch, lightning_gpufeed
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-num_processes, *sys.argv = sys.argv[1:]
-children = []
-for rank in range(int(num_processes)):
-    child = os.fork()
-    if child == 0:
-        log = os.open(f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
-        rank_zero_only.rank = rank  # as Lightning finds it when it is imported by a rank
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        break
-    children.append(child)
-else:
-    for child in children:
-        os.waitpid(child, 0)
-"""
-
-
 def run_ranks(worker: Path, plan: dict[str, Any], folder: Path, *, num_processes: int, limit_seconds: float) -> str:
     """Run a script as the ranks of one process group, on real processes; end all of them in any case.
 
@@ -246,23 +228,17 @@ def run_ranks(worker: Path, plan: dict[str, Any], folder: Path, *, num_processes
         "MASTER_PORT": str(free_port()),
     }
     logs = [folder / f"log.{rank}" for rank in range(num_processes)]
-    is_rank = num_processes > 1 or plan["world_size"] == 1
-    command = ["-c", _FORK_RANKS, str(num_processes)] if is_rank else []
-    with logs[0].open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command, str(worker), str(folder / "plan.json")],
-            cwd=folder,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    running = start_script(
+        [str(worker), str(folder / "plan.json")],
+        folder=folder,
+        environment=environment,
+        outputs=[[log, log] for log in logs],
+        are_ranks=num_processes > 1 or plan["world_size"] == 1,
+    )
     try:
-        process.wait(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
+        running.wait(limit_seconds)
+    except TimeoutError:
         pass  # what they did not write is missed by the test, which shows the logs
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # all ranks and what they started
-            process.wait()
+        running.kill()  # all ranks and what they started
     return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs if log.exists())

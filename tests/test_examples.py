@@ -8,13 +8,13 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.scripts import RunningScript, start_script
 
 # All of them share the cores, so each may take as long as all.
 LIMIT_SECONDS = 240
@@ -51,21 +51,20 @@ def output_of(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     arguments = {DEMO: ["--epochs", "12", "--data", str(demo_folder)]}
     # With tensors this small, and several scripts at once, a team of threads would only wait for its slowest member.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+    processes: dict[str, RunningScript] = {}
 
     def start(script: str) -> None:
-        with (logs / f"{script}.out").open("wb") as out, (logs / f"{script}.err").open("wb") as err:
-            processes[script] = subprocess.Popen(
-                [sys.executable, ROOT / "examples" / script, *arguments.get(script, [])],
-                env=environment,
-                stdout=out,
-                stderr=err,
-            )
+        processes[script] = start_script(
+            [str(ROOT / "examples" / script), *arguments.get(script, [])],
+            folder=Path.cwd(),
+            environment=environment,
+            outputs=[[logs / f"{script}.out", logs / f"{script}.err"]],
+        )
 
     def wait(script: str) -> str:
         if script not in processes:
             start(script)
-        code = processes[script].wait(timeout=LIMIT_SECONDS)
+        code = processes[script].wait(LIMIT_SECONDS)
         assert code == 0, (logs / f"{script}.err").read_text()
         return (logs / f"{script}.out").read_text()
 
@@ -75,7 +74,6 @@ def output_of(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     yield wait
     for process in processes.values():
         process.kill()
-        process.wait(timeout=30)
 
 
 def write_idx_gz(path: Path, array: np.ndarray) -> None:

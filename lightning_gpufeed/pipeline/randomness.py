@@ -73,24 +73,30 @@ def may_draw(layer: nn.Module) -> bool:
 class Draws:
     """Where the generators start, for one forward through the pipeline."""
 
-    def __init__(self, replica: int, step: int) -> None:
+    def __init__(self, replica: int, step: int, device: torch.device | None = None) -> None:
         """Fix the numbers.
 
         Args:
             replica: Which of the pipelines: each drops out something else.
             step: A count of forwards, the same on all ranks.
+            device: Whose generator is set, beside the host's.
         """
+        self._device = None if device is None or device.type == "cpu" else device
         self._text = f"{torch.initial_seed()}/{replica}/{step}"
 
     def begin(self, layer_index: int, microbatch: int) -> None:
-        """Set the generators of torch, on the host and on all devices.
+        """Set the generators of torch, on the host and on the device.
 
         Args:
             layer_index: In the whole model.
             microbatch: In the batch.
         """
         digest = hashlib.blake2b(f"{self._text}/{layer_index}/{microbatch}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        seed = int.from_bytes(digest, "big") >> 1
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it takes a millisecond without a device
+        if self._device is not None:
+            with torch.get_device_module(self._device).device(self._device):
+                torch.get_device_module(self._device).manual_seed(seed)
 
 
 @contextmanager

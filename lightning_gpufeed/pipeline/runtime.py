@@ -117,7 +117,7 @@ class PipelineRuntime:
         has_backward = torch.is_grad_enabled() and self._needs_grad(value)
         sizes = self._sizes(value, has_backward)
         schedule = self.schedule_of(len(sizes))
-        draws = Draws(self._replica, self.num_calls)
+        draws = Draws(self._replica, self.num_calls, self.device)
         state = self._state()
         call = Call(value, sizes, schedule, draws, has_backward=has_backward, state=state, device=self.device)
         self.num_calls += 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from torch import distributed
 
 from lightning_gpufeed.device.vote import HostVote, warn_uneven_ranks
+from tests.scripts import start_script
 
 WORKER = Path(__file__).with_name("vote_worker.py")
 NUM_RANKS = 2
@@ -34,27 +34,21 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    logs = [(folder / f"log.{rank}").open("w") for rank in range(NUM_RANKS)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(NUM_RANKS), str(folder)],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(NUM_RANKS)
-    ]
+    logs = [folder / f"log.{rank}" for rank in range(NUM_RANKS)]
+    running = start_script(
+        [str(WORKER), str(NUM_RANKS), str(folder)],
+        folder=folder,
+        environment={**os.environ},
+        outputs=[[log, log] for log in logs],
+        are_ranks=True,
+    )
     try:
-        for process in processes:
-            process.wait(LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
+        running.wait(LIMIT_SECONDS)
+    except TimeoutError:
         pass  # the test that misses a result shows the log
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
-    return Ranks(folder, "\n".join((folder / f"log.{rank}").read_text() for rank in range(NUM_RANKS)))
+        running.kill()
+    return Ranks(folder, "\n".join(log.read_text() for log in logs))
 
 
 # Alone -----------------------------------------------------------------------------------------------------

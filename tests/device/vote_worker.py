@@ -1,6 +1,6 @@
 """One rank of a real process group that trains with a hand-written loop. Started by test_vote.py, once per rank.
 
-    python vote_worker.py RANK NUM_RANKS FOLDER
+    LOCAL_RANK=RANK python vote_worker.py NUM_RANKS FOLDER
 
 Each scenario gives a value that is written to FOLDER/<name>.<rank>.json.
 """
@@ -8,6 +8,7 @@ Each scenario gives a value that is written to FOLDER/<name>.<rank>.json.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 import warnings
@@ -16,20 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-# The package without its root module, which imports Lightning and takes seconds.
-package = types.ModuleType("lightning_gpufeed")
-package.__path__ = [str(ROOT / "lightning_gpufeed")]
-package.__file__ = str(ROOT / "lightning_gpufeed" / "__init__.py")
-sys.modules["lightning_gpufeed"] = package
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import distributed
 
-import torch  # noqa: E402
-from torch import distributed  # noqa: E402
-
-from lightning_gpufeed.device.vote import HostVote  # noqa: E402
-from lightning_gpufeed.echo.plan import AdaptiveEcho, FixedEcho  # noqa: E402
-from tests.echo.hand_loop import Batches, GatedSamples, HandLoop, UnsizedBatches, wait_until  # noqa: E402
+from lightning_gpufeed.device.vote import HostVote
+from lightning_gpufeed.echo.plan import AdaptiveEcho, FixedEcho
+from tests.echo.hand_loop import Batches, GatedSamples, HandLoop, UnsizedBatches, wait_until
 
 
 def votes(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -146,7 +139,7 @@ def slowest(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def in_vain(rank: int, num_ranks: int) -> dict[str, Any]:
     """One rank votes, the other one does not; this leaves the group unusable."""
-    vote, folder = HostVote(timedelta(seconds=2)), Path(sys.argv[3])
+    vote, folder = HostVote(timedelta(seconds=2)), Path(sys.argv[2])
     if rank > 0:
         wait_until((folder / "in_vain.0.json").exists)
         return {}
@@ -180,4 +173,4 @@ def main(rank: int, num_ranks: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(os.environ["LOCAL_RANK"]), int(sys.argv[1]), Path(sys.argv[2]))
