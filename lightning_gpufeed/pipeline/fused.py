@@ -121,7 +121,7 @@ class FusedSteps:
             call.batch.output_grads = None
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
-        reason = runtime.agree(reasons[0] if reasons else None)
+        reason, _ = runtime.agree(reasons[0] if reasons else None)
         call.is_fused = reason is None
         if reason is not None:
             runtime.why_split = reason
@@ -168,7 +168,7 @@ class FusedSteps:
         is_alike = _are_alike(call.given, grads, call.sizes)
         is_finite = all(grad is None or bool(grad.isfinite().all()) for grad in grads) if call.given else True
         reason = None if is_alike else "the loss of a batch is not the mean of those of its parts"
-        reason, is_finite = runtime.agree((reason, is_finite))
+        reason, is_finite = runtime.agree(reason, is_finite=is_finite)
         if is_finite:  # an overflow says nothing about the loss
             runtime.why_split = reason
         if reason is not None:

@@ -268,6 +268,21 @@ class Links:
 
         return wait
 
+    def share_number(self, number: int, source: int) -> int:
+        """Give a number from one rank to all of the pipeline, through the host.
+
+        Args:
+            number: Only the source's counts.
+            source: Place of the rank.
+
+        Returns:
+            The source's.
+        """
+        box = torch.tensor([number])
+        with self._lost_peer("agreeing"):
+            distributed.broadcast(box, self._groups.ranks[source], self._groups.control)
+        return int(box)
+
     def share_object(self, value: Any, source: int) -> Any:
         """Give a value from one rank to all of the pipeline.
 

@@ -14,6 +14,7 @@ backward. Its schedules and ours can be read by each other (`Schedule.to_csv`).
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -140,8 +141,9 @@ class PipelineRuntime:
 
     def _state(self) -> Hashable:
         """What decides on types and gradients, beside the input."""
-        flags = tuple(one.requires_grad for layer in self._layers for one in layer.parameters())
-        return flags, tuple(layer.training for layer in self._layers)
+        flags = bytes(one.requires_grad for layer in self._layers for one in layer.parameters())
+        modes = bytes(layer.training for layer in self._layers)
+        return hashlib.blake2b(flags + b"/" + modes, digest_size=8).digest()  # short, as it is compared often
 
     def _sizes(self, value: Any, has_backward: bool) -> tuple[int, ...]:
         """Of microbatches: fewer of them for a last batch that is too small."""
@@ -198,16 +200,20 @@ class PipelineRuntime:
             call.output = self._sharing.collect(call, program)
             self._links.finish()
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, reason: str | None, *, is_finite: bool = True) -> tuple[str | None, bool]:
         """What the rank of the last stage says.
 
         Args:
-            value: Of this rank; only that of the last stage counts.
+            reason: Of this rank; only that of the last stage counts.
+            is_finite: Likewise.
 
         Returns:
             The same on all ranks of the pipeline.
         """
-        return self._links.share_object(value, self._last_rank)
+        code = self._links.share_number((reason is not None) + 2 * (not is_finite), self._last_rank)
+        if code & 1:
+            reason = self._links.share_object(reason, self._last_rank)
+        return reason if code & 1 else None, not code & 2
 
     def _with_backward(self, call: Call) -> Any:
         leaves, structure = flatten(call.output)
