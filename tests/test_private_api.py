@@ -2031,12 +2031,13 @@ def test_hooks_of_a_module_and_whether_it_is_compiled_are_found_under_these_name
     assert type(torch.compile(nn.Linear(1, 1), backend="eager")).__name__ == "OptimizedModule"
 
 
-def test_a_module_can_be_moved_without_its_children():
+def test_a_module_has_its_own_tensors_in_these_dicts_and_looks_them_up_there():
     module = nn.Sequential(nn.Linear(1, 1))
     module.register_buffer("own", torch.ones(1))
-    module._apply(lambda tensor: tensor.to("meta"), recurse=False)
-    assert module.own.is_meta
-    assert not module[0].weight.is_meta
+    module._buffers["own"] = torch.zeros(1)
+    assert module.own == 0
+    assert list(module._parameters) == []
+    assert list(module[0]._parameters) == ["weight", "bias"]
 
 
 def test_a_trainer_asks_this_switch_whether_to_put_in_a_sampler_of_its_own():

@@ -33,8 +33,12 @@ __all__ = ["is_foreign", "lent", "make_foreign", "make_real"]
 
 _PLACE = "_gpufeed_place"
 _CLASS = "_gpufeed_class"
-_OVER_ALL = ("torch.nn.utils.clip_grad", "lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads")
-"""Modules whose functions go over the gradients of all parameters that they are given."""
+_OVER_ALL = {
+    ("torch.nn.utils.clip_grad", "clip_grad_norm_"),
+    ("lightning.pytorch.utilities.grads", "grad_norm"),
+    ("pytorch_lightning.utilities.grads", "grad_norm"),
+}
+"""Functions that take a norm over the gradients of all parameters that they are given."""
 _READS = ("item", "tolist", "numpy", "equal", "__array__", "__float__", "__int__", "__bool__", "__format__")
 
 
@@ -106,7 +110,8 @@ def _no_values(self: Tensor, *_: Any) -> NoReturn:
 
 def _no_gradient(self: Tensor) -> None:
     """None, but to those who would take a norm over all gradients for what it is not."""
-    if sys._getframe(1).f_globals.get("__name__") in _OVER_ALL:
+    frames = (sys._getframe(1), sys._getframe(2))  # a comprehension may have a frame of its own
+    if any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _OVER_ALL for frame in frames):
         raise ScheduleError(
             f"A norm over all gradients was asked for, and {getattr(self, _PLACE, 'a parameter')} has its gradient on "
             "another rank of the pipeline. Use self.clip_gradients(...) of the LightningModule or gradient_clip_val of "

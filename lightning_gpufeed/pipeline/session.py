@@ -292,10 +292,11 @@ class PipelineSession:
         """
         given = [one for one in parameters if one.grad is not None]
         counted = [one.grad for one in given if one.grad is not None and self._counts_here(one)]
-        norm = nn.utils.get_total_norm(counted).to(self._device, torch.float64)
-        square = norm**2
+        norm = nn.utils.get_total_norm(counted)
+        square = norm.to(self._device, torch.float64) ** 2
         distributed.all_reduce(square, group=self.groups.output)
-        total = square.sqrt().to(torch.float32)
+        is_double = any(one.dtype == torch.float64 for one in counted)
+        total = square.sqrt() if is_double else square.sqrt().float()
         nn.utils.clip_grads_with_norm_(given, max_norm, total)
         return total
 

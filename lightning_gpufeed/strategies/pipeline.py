@@ -1,15 +1,4 @@
-"""`PipelineStrategy`: says when a step's parts begin and end; `pipeline.PipelineSession` does the rest.
-
-Private names, each asserted in `tests/test_private_api.py`:
-
-===================================================  ===============================================================
-name                                                 what for
-===================================================  ===============================================================
-Trainer._accelerator_connector, and its attribute    with one pipeline there is nothing to distribute, and a sampler
-use_distributed_sampler                              of Lightning's would shuffle
-nn.Module._parameters, _buffers                      the tensors of a module, without those of its children
-===================================================  ===============================================================
-"""
+"""`PipelineStrategy`: says when a step's parts begin and end; `pipeline.PipelineSession` does the rest."""
 
 from __future__ import annotations
 
@@ -20,13 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn, optim
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import Metric
+from torch import Tensor, optim
 
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.foreign import is_foreign
@@ -36,6 +20,12 @@ from lightning_gpufeed.pipeline.session import PipelineSession
 from lightning_gpufeed.strategies.gate import raw
 from lightning_gpufeed.strategies.out_of_order import OutOfOrderStrategy
 from lightning_gpufeed.strategies.quiet import QuietStep
+from lightning_gpufeed.strategies.trainer_parts import (
+    TrainerParts,
+    check_callbacks,
+    check_optimizers,
+    warn_of_batch_norm,
+)
 
 __all__ = ["PipelineStrategy"]
 
@@ -72,7 +62,7 @@ class PipelineStrategy(OutOfOrderStrategy):
     _session: PipelineSession | None = None
     _groups: PipelineGroups | None = None
     _quiet: QuietStep | None = None
-    _has_switched = False
+    _parts: TrainerParts | None = None
 
     @property
     def pipeline_session(self) -> PipelineSession | None:
@@ -124,9 +114,9 @@ class PipelineStrategy(OutOfOrderStrategy):
         assert self._pipeline_options is not None
         if is_fitting:
             # Before layers go: an optimizer that is fused refuses parameters without memory.
-            self._check_callbacks(trainer)
+            check_callbacks(trainer)
             self.setup_optimizers(trainer)
-            self._check_optimizers()
+            check_optimizers(self.optimizers)
         self._groups = PipelineGroups.create(self._size, self._timeout)
         self._session = PipelineSession(
             self.lightning_module,
@@ -138,90 +128,45 @@ class PipelineStrategy(OutOfOrderStrategy):
             broadcast_buffers=self._broadcast_buffers,
             on_message=self._say,
         )
-        self._move_others()
-        self._sampler_switch = trainer._accelerator_connector
-        if self._session.num_replicas == 1 and self._sampler_switch.use_distributed_sampler:
-            # Nothing to distribute: every rank reads what one device would, in the order that the user's loader has.
-            self._sampler_switch.use_distributed_sampler, self._has_switched = False, True
+        self._parts = TrainerParts(trainer, self.lightning_module, self.precision_plugin, self.root_device)
+        self._parts.attach(self._session)
         self.setup_precision_plugin()
         if is_fitting:
             for optimizer in self.optimizers:
                 self._session.watch(raw(optimizer))
-            self._quiet = QuietStep(self.lightning_module, self._session.layers.layers)
-            self._share_overflows()
-            self._clip_together()
-            self._warn_of_batch_norm()
+            self._parts.attach_training(self._session)
+            layers = self._session.layers
+            self._quiet = QuietStep(self.lightning_module, layers.layers)
+            warn_of_batch_norm(layers.names, layers.layers, self._pipeline_options.microbatches)
 
-    def _check_callbacks(self, trainer: Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ScheduleError(
-                    f"{type(callback).__name__} averages copies of all weights, and each rank of a pipeline has those "
-                    "of its own layers alone; expected to train without it. Average checkpoints afterwards."
-                )
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Over replicas, as all ranks of a pipeline have the same values.
 
-    def _check_optimizers(self) -> None:
-        for optimizer in map(raw, self.optimizers):
-            if isinstance(optimizer, optim.LBFGS):
-                raise ScheduleError(
-                    "LBFGS makes one vector of all gradients, and each rank of a pipeline has those of its own layers "
-                    "alone; expected an optimizer that treats each parameter by itself, such as AdamW."
-                )
+        Args:
+            tensor: Of this rank; anything else stays as it is.
+            group: Of ranks; None for the replicas.
+            reduce_op: As in `DDPStrategy`.
 
-    def _move_others(self) -> None:
-        """To the device: what is in no layer. The layers come when it is known whose they are."""
-        assert self.lightning_module is not None
-        assert self._session is not None
-        layers = {id(part) for layer in self._session.layers.layers for part in layer.modules()}
-        for module in self.lightning_module.modules():
-            if id(module) not in layers:
-                for tensors in (module._parameters, module._buffers):
-                    for name, tensor in tensors.items():
-                        if tensor is not None and not is_foreign(tensor):
-                            self._move(tensors, name, tensor)
-                if isinstance(module, Metric):  # whose states are no buffers
-                    module.to(self.root_device)
+        Returns:
+            The same on all ranks.
+        """
+        if group is None and self._groups is not None:
+            group = self._groups.replica
+        return super().reduce(tensor, group, reduce_op)
 
-    def _move(self, tensors: dict[str, Any], name: str, tensor: Tensor) -> None:
-        """A parameter stays the same object."""
-        if isinstance(tensor, nn.Parameter):
-            tensor.data = tensor.data.to(self.root_device)
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.to(self.root_device)
-        else:
-            tensors[name] = tensor.to(self.root_device)
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks.
 
-    def _share_overflows(self) -> None:
-        """With 16-mixed: all ranks skip a step if one has to."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if type(scaler) is torch.amp.GradScaler:
-            shared = ShardedGradScaler(self.root_device.type)
-            shared.load_state_dict(scaler.state_dict())
-            self.precision_plugin.scaler = shared  # type: ignore[attr-defined]
+        Args:
+            decision: Of this rank.
+            all: Whether all have to say yes, or one.
 
-    def _clip_together(self) -> None:
-        """By the norm over all layers, those of other ranks too."""
-
-        def clip(optimizer: optim.Optimizer, clip_val: float) -> None:
-            assert self._session is not None
-            self._session.clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
-
-        self.precision_plugin.__dict__["clip_grad_by_norm"] = clip
-
-    def _warn_of_batch_norm(self) -> None:
-        assert self._session is not None
-        assert self._pipeline_options is not None
-        names = [
-            name
-            for name, layer in zip(self._session.layers.names, self._session.layers.layers, strict=True)
-            if any(isinstance(part, _BatchNorm) for part in layer.modules())
-        ]
-        if names:
-            rank_zero_warn(
-                f"{names[0]}{f' and {len(names) - 1} more layers' * (len(names) > 1)} of the pipeline normalise over a "
-                f"batch: in training they see one of {self._pipeline_options.microbatches} microbatches at a time, so "
-                "statistics are those of a smaller batch. GroupNorm and LayerNorm do not depend on it."
-            )
+        Returns:
+            The same on all ranks.
+        """
+        votes = torch.tensor(int(decision), device=self.root_device)
+        total = int(super().reduce(votes, torch.distributed.group.WORLD, "sum"))
+        return total == self.world_size if all else total > 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's.
@@ -343,9 +288,8 @@ class PipelineStrategy(OutOfOrderStrategy):
     def teardown(self) -> None:
         """Every rank has all weights again; after an error only its own."""
         session, self._session, self._groups, self._quiet = self._session, None, None, None
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if self._has_switched:
-            self._sampler_switch.use_distributed_sampler, self._has_switched = True, False
+        if self._parts is not None:
+            self._parts.detach()
         if session is not None:
             session.close(has_failed=self._has_failed)
         super().teardown()
