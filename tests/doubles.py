@@ -127,8 +127,10 @@ class Ended:
 # Everything is imported once; then each case runs in a fork of its own, to the end of the interpreter, and may die as
 # it likes.
 _RUN_FORKED = """
-import json, os, signal, sys
+import importlib.util, json, os, signal, sys
 from pathlib import Path
+# Every folder of the path is looked into now: a case may have no descriptor left to do so.
+importlib.util.find_spec("no_such_module")
 folder = Path.cwd()
 setup, cases = json.loads((folder / "cases.json").read_text())
 scope = {"__name__": "__main__"}

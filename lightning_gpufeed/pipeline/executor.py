@@ -98,22 +98,20 @@ class Executor:
             SyncError: Another rank is gone.
         """
         self._passes.add(one)
-        actions = program.ranks[self._place]
         inbox = _Inbox(program, self._place, self._links, one)
-        for action in actions:
+        for action, needs, gives, ends_stage in program.steps(self._place):
             inbox.post_ahead()
-            message = program.needs(action)
-            arrived = None if message is None else inbox.take(message)
+            arrived = None if needs is None else inbox.take(needs)
             if action.kind == "F":
-                self._forward(action, program, one, arrived)
+                self._forward(action, gives, one, arrived)
             elif action.kind == "W":
                 self._weight_grad(action, one)
             else:
-                self._input_grad(action, program, one, arrived)
-            if on_stage_done is not None and action in program.last_of_stage:
+                self._input_grad(action, gives, one, arrived)
+            if ends_stage and on_stage_done is not None:
                 on_stage_done(action.stage)
 
-    def _forward(self, action: Action, program: Program, one: Pass, arrived: Any) -> None:
+    def _forward(self, action: Action, message: Message | None, one: Pass, arrived: Any) -> None:
         stage, _, microbatch = action
         value = arrived
         if stage == 0:
@@ -131,7 +129,6 @@ class Executor:
             if one.on_output is not None:
                 one.on_output(microbatch, output)
             return
-        message = program.gives(action)
         target = None if message is None else message.target
         self._links.tell_spec(stage, one.keys[microbatch], NestedSpec.of(output), target)
         if message is None:
@@ -139,7 +136,7 @@ class Executor:
         else:
             self._links.send(message, [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)])
 
-    def _input_grad(self, action: Action, program: Program, one: Pass, arrived: Any) -> None:
+    def _input_grad(self, action: Action, message: Message | None, one: Pass, arrived: Any) -> None:
         stage, kind, microbatch = action
         grads = arrived
         if stage + 1 == self._num_stages:
@@ -150,7 +147,6 @@ class Executor:
         held = one.held[stage, microbatch]
         with self.spans.measure("busy"):
             found = self._stages[stage].input_grad(held, grads)
-        message = program.gives(action)
         if stage == 0:
             one.input_grads[microbatch] = [_or_zeros(grad, leaf) for grad, leaf in found]
         elif message is None:
@@ -184,21 +180,21 @@ class _Inbox:
     def __init__(self, program: Program, place: int, links: Links, one: Pass) -> None:
         self._links, self._pass = links, one
         self._coming = {source: deque(messages) for source, messages in program.arrivals(place).items()}
-        self._needed = deque(
-            message for action in program.ranks[place] if (message := program.needs(action)) is not None
-        )
+        self._needed = [step.needs for step in program.steps(place) if step.needs is not None]
+        self._num_taken = self._num_posted = 0
         self._posted: dict[Message, tuple[NestedSpec, Callable[[], list[Tensor]]]] = {}
 
     def post_ahead(self) -> None:
         """Post what is needed next, as far as it is known what that will be."""
-        for message in list(self._needed)[:_AHEAD]:
-            if not self._post(message, has_to=False):
-                break
+        end = min(len(self._needed), self._num_taken + _AHEAD)
+        while self._num_posted < end and self._post(self._needed[self._num_posted], has_to=False):
+            self._num_posted += 1
 
     def take(self, message: Message) -> Any:
         """Wait for the next message that is needed; a nest for activations, a list for gradients."""
-        assert self._needed.popleft() == message
         self._post(message, has_to=True)
+        self._num_taken += 1
+        self._num_posted = max(self._num_posted, self._num_taken)
         spec, wait = self._posted.pop(message)
         tensors = wait()
         if message.is_grad and len(tensors) > 1:

@@ -115,7 +115,7 @@ class FusedSteps:
 
         call.batch.output_grads = output_grads
         try:
-            runtime.execute(call, whole_program(schedule))
+            runtime.execute(call, runtime.program(whole_program, schedule))
             call.aside = {one: one.grad for one in parameters if one.grad is not None}
         finally:
             call.batch.output_grads = None

@@ -15,6 +15,7 @@ training step of the user's own cannot stand between forward and backward.
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,7 +126,7 @@ class Links:
         """
         self._groups, self._device, self._num_stages = groups, device, num_stages
         self._specs: dict[tuple[int, Hashable], NestedSpec] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: deque[tuple[Any, Tensor]] = deque()
         self._controls: list[tuple[Any, Tensor]] = []
 
     @property
@@ -208,7 +209,8 @@ class Links:
             message: Whose source this rank is.
             tensors: On the device.
         """
-        self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
         group = self._groups.directed[message.source, message.target]
         for index, tensor in enumerate(tensors):
             if tensor.numel():
@@ -300,7 +302,7 @@ class Links:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        sent, self._sent = self._sent, []
+        sent, self._sent = self._sent, deque()
         controls, self._controls = self._controls, []
         with self._lost_peer("sending"):
             for work, _ in [*controls, *sent]:

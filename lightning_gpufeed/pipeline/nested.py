@@ -19,6 +19,10 @@ from lightning_gpufeed.errors import ScheduleError
 __all__ = ["NestedSpec", "TensorSpec", "batch_size", "concatenate", "flatten", "microbatch_sizes", "split", "unflatten"]
 
 
+_LEAF: Any = _pytree.tree_flatten(0)[1]
+"""The structure of a value that is no nest."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """All that has to be known to receive a tensor.
@@ -83,6 +87,8 @@ class NestedSpec:
         Returns:
             True if so.
         """
+        if self.structure is _LEAF and other.structure is _LEAF:
+            return self.leaves == other.leaves
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         return all(bool(a == b) or (a != a and b != b) for a, b in zip(self.leaves, other.leaves, strict=True))
@@ -108,7 +114,8 @@ class NestedSpec:
 
 
 def _rebuilt(nest: Any, leaves: tuple[Any, ...]) -> NestedSpec:
-    return NestedSpec(flatten(nest)[1], leaves)
+    structure = flatten(nest)[1]
+    return NestedSpec(_LEAF if structure == _LEAF else structure, leaves)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
@@ -124,6 +131,8 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
     Returns:
         The leaves in order, and the structure for `unflatten`.
     """
+    if isinstance(value, Tensor):  # as nearly always
+        return [value], _LEAF
     return _pytree.tree_flatten(value)
 
 
@@ -137,6 +146,8 @@ def unflatten(leaves: list[Any], structure: Any) -> Any:
     Returns:
         The nest.
     """
+    if structure is _LEAF:
+        return leaves[0]
     return _pytree.tree_unflatten(leaves, structure)
 
 

@@ -22,7 +22,16 @@ from typing import NamedTuple
 from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.schedule import Schedule
 
-__all__ = ["Message", "Program", "backward_program", "forward_only", "forward_program", "has_phases", "whole_program"]
+__all__ = [
+    "Message",
+    "Program",
+    "Step",
+    "backward_program",
+    "forward_only",
+    "forward_program",
+    "has_phases",
+    "whole_program",
+]
 
 
 class Message(NamedTuple):
@@ -46,6 +55,22 @@ class Message(NamedTuple):
     def border(self) -> int:
         """The stage that has computed the activations, or whose they are the gradients of."""
         return self.stage if self.is_grad else self.stage - 1
+
+
+class Step(NamedTuple):
+    """An action of a rank.
+
+    Attributes:
+        action: What is computed.
+        needs: What has to arrive for it from another rank.
+        gives: What another rank gets afterwards.
+        ends_stage: Whether all weight gradients of the stage are there afterwards.
+    """
+
+    action: Action
+    needs: Message | None
+    gives: Message | None
+    ends_stage: bool
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,29 @@ class Program:
                     last[action.stage] = action
         return frozenset(last.values())
 
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """What a rank does, with what that takes and gives.
+
+        Args:
+            rank: Whose.
+
+        Returns:
+            In order; made once.
+        """
+        if rank not in self._steps:
+            self._steps[rank] = tuple(
+                Step(one, self.needs(one), self.gives(one), one in self.last_of_stage) for one in self.ranks[rank]
+            )
+        return self._steps[rank]
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[Step, ...]]:
+        return {}
+
+    @cached_property
+    def _arrivals(self) -> dict[int, dict[int, tuple[Message, ...]]]:
+        return {}
+
     def arrivals(self, rank: int) -> dict[int, tuple[Message, ...]]:
         """All that a rank gets.
 
@@ -115,8 +163,13 @@ class Program:
             rank: Who receives.
 
         Returns:
-            For each sender the messages in the order in which it sends them.
+            For each sender the messages in the order in which it sends them; made once.
         """
+        if rank not in self._arrivals:
+            self._arrivals[rank] = self._find_arrivals(rank)
+        return self._arrivals[rank]
+
+    def _find_arrivals(self, rank: int) -> dict[int, tuple[Message, ...]]:
         found: dict[int, list[Message]] = {}
         for actions in self.ranks:
             for action in actions:

@@ -96,6 +96,7 @@ class PipelineRuntime:
         self._has_trained, self._most_samples = False, 0
         self._sharing = OutputSharing(links, self._last_rank, schedule.num_stages, device)
         self._open: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._programs: dict[tuple[str, int], Program] = {}
         self._schedules = {schedule.num_microbatches: schedule}
         self._fused = FusedSteps(self)
 
@@ -123,12 +124,12 @@ class PipelineRuntime:
         call = Call(value, sizes, schedule, draws, has_backward=has_backward, state=state, device=self.device)
         self.num_calls += 1
         if not has_backward:
-            self.execute(call, forward_only(self._schedule.stage_to_rank, len(call.sizes), self._schedule.num_ranks))
+            self.execute(call, self.program(_forward_only, call.schedule))
             return call.output
         self._has_trained = True
         self._open.add(call)
         if not (self._can_fuse(schedule) and self._fused.forward(call, schedule)):
-            self.execute(call, forward_program(schedule))
+            self.execute(call, self.program(forward_program, schedule))
         return self._with_backward(call)
 
     def _can_fuse(self, schedule: Schedule) -> bool:
@@ -165,6 +166,21 @@ class PipelineRuntime:
             if num_samples < self._most_samples and self._normalises():  # over one sample there is no statistic
                 num_microbatches = min(num_microbatches, max(1, num_samples // 2))
         return microbatch_sizes(num_samples, num_microbatches)
+
+    def program(self, make: Callable[[Schedule], Program], schedule: Schedule) -> Program:
+        """What is done of a schedule, made once.
+
+        Args:
+            make: Of `program`: which part of it.
+            schedule: From `schedule_of`.
+
+        Returns:
+            The program.
+        """
+        key = (make.__name__, schedule.num_microbatches)
+        if key not in self._programs:
+            self._programs[key] = make(schedule)
+        return self._programs[key]
 
     def _normalises(self) -> bool:
         return any(isinstance(one, _BatchNorm) and one.training for layer in self._layers for one in layer.modules())
@@ -255,10 +271,10 @@ class PipelineRuntime:
             if self._fused.backward(call, grads, tell):
                 return self._shared_input_grads(call)
             with call.as_in_forward():
-                self.execute(call, forward_program(call.schedule))
+                self.execute(call, self.program(forward_program, call.schedule))
         call.batch.output_grads = of_microbatches(grads, call.sizes)
         with self.executor.spans.measure("all"), put_back(self.device):
-            self.executor.run(backward_program(call.schedule), call.batch, tell)
+            self.executor.run(self.program(backward_program, call.schedule), call.batch, tell)
             self._links.finish()
         call.batch.output_grads = None
         return self._shared_input_grads(call)
@@ -276,6 +292,10 @@ class PipelineRuntime:
         """Give the layers their own forwards back."""
         for stage in self.stages.values():
             stage.close()
+
+
+def _forward_only(schedule: Schedule) -> Program:
+    return forward_only(schedule.stage_to_rank, schedule.num_microbatches, schedule.num_ranks)
 
 
 class _Output(torch.autograd.Function):

@@ -91,8 +91,8 @@ def warn_of_batch_norm(names: Iterable[str], layers: Iterable[nn.Module], num_mi
     if found:
         rank_zero_warn(
             f"{found[0]}{f' and {len(found) - 1} more layers' * (len(found) > 1)} of the pipeline normalise over a "
-            f"batch: in training they see one of {num_microbatches} microbatches at a time, so statistics are those of a "
-            "smaller batch. GroupNorm and LayerNorm do not depend on it."
+            f"batch: in training they see one of {num_microbatches} microbatches at a time, so statistics are those of "
+            "a smaller batch. GroupNorm and LayerNorm do not depend on it."
         )
 
 
