@@ -26,7 +26,7 @@ DEMO = "fashion_mnist.py"
 # A part of another.
 APART = ["fetch_fashion_mnist.py"]
 # It starts processes of its own, which no other test may find.
-WITH_PROCESSES = ["out_of_order.py"]
+WITH_PROCESSES = ["out_of_order.py", "pipeline.py"]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name not in APART)
 
 

@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from lightning_gpufeed.errors import ScheduleError, SyncError
+from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec
+from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.program import Message
 
 __all__ = ["Links", "PipelineGroups"]
@@ -229,7 +230,7 @@ class Links:
         """
         group = self._groups.directed[message.source, message.target]
         tensors = [spec.empty(self._device) for spec in specs]
-        with self._lost_peer("receiving"):
+        with lost_peer("receiving"):
             works = [
                 distributed.irecv(tensor, self._groups.ranks[message.source], group, self._tag(message, index))
                 for index, tensor in enumerate(tensors)
@@ -237,7 +238,7 @@ class Links:
             ]
 
         def wait() -> list[Tensor]:
-            with self._lost_peer(f"waiting for {_named(message)}"):
+            with lost_peer(f"waiting for {_named(message)}"):
                 for work in works:
                     assert work is not None
                     work.wait()
@@ -255,7 +256,7 @@ class Links:
         Returns:
             What waits for them.
         """
-        with self._lost_peer("sending the output"):
+        with lost_peer("sending the output"):
             works = [
                 distributed.broadcast(tensor, self._groups.ranks[source], self._groups.output, async_op=True)
                 for tensor in tensors
@@ -263,7 +264,7 @@ class Links:
             ]
 
         def wait() -> None:
-            with self._lost_peer("waiting for the output of the last stage"):
+            with lost_peer("waiting for the output of the last stage"):
                 for work in works:
                     assert work is not None
                     work.wait()
@@ -281,7 +282,7 @@ class Links:
             The source's.
         """
         box = torch.tensor([number])
-        with self._lost_peer("agreeing"):
+        with lost_peer("agreeing"):
             distributed.broadcast(box, self._groups.ranks[source], self._groups.control)
         return int(box)
 
@@ -296,7 +297,7 @@ class Links:
             The source's.
         """
         box = [value]
-        with self._lost_peer("agreeing"):
+        with lost_peer("agreeing"):
             distributed.broadcast_object_list(box, self._groups.ranks[source], self._groups.control)
         return box[0]
 
@@ -304,7 +305,7 @@ class Links:
         """Wait until all that was sent has left."""
         sent, self._sent = self._sent, deque()
         controls, self._controls = self._controls, []
-        with self._lost_peer("sending"):
+        with lost_peer("sending"):
             for work, _ in [*controls, *sent]:
                 work.wait()
 
@@ -313,38 +314,12 @@ class Links:
         return number * _MOST_LEAVES + index
 
     def _isend(self, tensor: Tensor, target: int, group: Any, tag: int) -> Any:
-        with self._lost_peer("sending"):
+        with lost_peer("sending"):
             return distributed.isend(tensor, self._groups.ranks[target], group, tag)
 
     def _recv(self, tensor: Tensor, source: int, group: Any, tag: int) -> None:
-        with self._lost_peer("waiting to be told what comes"):
+        with lost_peer("waiting to be told what comes"):
             distributed.recv(tensor, self._groups.ranks[source], group, tag)
-
-    def _lost_peer(self, what: str) -> _LostPeer:
-        return _LostPeer(what, self._groups)
-
-
-class _LostPeer:
-    """Says which rank of which pipeline failed in what, rather than what the backend says."""
-
-    def __init__(self, what: str, groups: PipelineGroups) -> None:
-        self._what, self._groups = what, groups
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, SyncError):
-            _fail(self._what, self._groups, error)
-
-
-def _fail(what: str, groups: PipelineGroups, error: RuntimeError) -> NoReturn:
-    raise SyncError(
-        f"Rank {distributed.get_rank()} (place {groups.place} of the pipeline of ranks {groups.ranks[0]} to "
-        f"{groups.ranks[-1]}) failed in {what}: another rank is gone, has ended earlier, or did not answer in time, "
-        f"and its own output says why. Training cannot go on; start again from the latest checkpoint. "
-        f"({str(error).splitlines()[0][:200]})"
-    ) from error
 
 
 def _named(message: Message) -> str:

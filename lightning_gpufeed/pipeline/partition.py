@@ -186,12 +186,12 @@ class Partition:
         """Take the memory of an optimizer's state for foreign parameters away.
 
         Args:
-            optimizer: Of the model; tensors in these states become meta tensors.
+            optimizer: Of the model. It has no state for these parameters afterwards, as if it had made no step.
         """
-        for parameter, state in optimizer.state.items():
+        for parameter in list(optimizer.state):
             placed = self.find(parameter) if isinstance(parameter, Tensor) else None
             if placed is not None and not self.is_own(placed):
-                optimizer.state[parameter] = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta"))
+                del optimizer.state[parameter]
 
     def strangers(self) -> list[str]:
         """Names of tensors that were put into this rank's layers later, of which other ranks know nothing."""

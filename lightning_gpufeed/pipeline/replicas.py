@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from lightning_gpufeed.errors import SyncError
+from lightning_gpufeed.pipeline.peers import lost_peer
 
 __all__ = ["GradientMean", "sum_gradients"]
 
@@ -82,10 +82,13 @@ def _begin_sum(parameters: Sequence[nn.Parameter], group: Any, divisor: int) -> 
     flags = torch.tensor([float(grad is not None) for grad in grads], dtype=first.dtype, device=first.device)
     flat = torch.cat([*(_flat(one, grad) for one, grad in zip(parameters, grads, strict=True)), flags])
     real = torch.view_as_real(flat) if flat.is_complex() else flat
-    work = _carefully(lambda: distributed.all_reduce(real, group=group, async_op=True))
+    with lost_peer("reducing gradients"):
+        work = distributed.all_reduce(real, group=group, async_op=True)
+    assert work is not None
 
     def finish() -> None:
-        _carefully(work.wait)
+        with lost_peer("reducing gradients"):
+            work.wait()
         *sums, used = torch.split(flat, [*(one.numel() for one in parameters), len(parameters)])
         is_used = (used.real if used.is_complex() else used) > 0
         for parameter, total, is_there in zip(parameters, sums, is_used.tolist(), strict=True):
@@ -101,14 +104,3 @@ def _begin_sum(parameters: Sequence[nn.Parameter], group: Any, divisor: int) -> 
 
 def _flat(parameter: nn.Parameter, grad: Tensor | None) -> Tensor:
     return parameter.new_zeros(parameter.numel()) if grad is None else grad.reshape(-1)
-
-
-def _carefully(action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except RuntimeError as error:
-        raise SyncError(
-            f"Rank {distributed.get_rank()} failed in reducing gradients: another rank is gone, has ended earlier, or "
-            f"did not answer in time, and its own output says why. Training cannot go on; start again from the latest "
-            f"checkpoint. ({str(error).splitlines()[0][:200]})"
-        ) from error

@@ -14,18 +14,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn, optim
 
+from lightning_gpufeed.pipeline.foreign import is_foreign
 from lightning_gpufeed.pipeline.fused import MicrobatchLoss
 from lightning_gpufeed.pipeline.layer_list import check_enough, find_layers
 from lightning_gpufeed.pipeline.links import Links, PipelineGroups
 from lightning_gpufeed.pipeline.measured_plan import measured_plan
 from lightning_gpufeed.pipeline.partition import Partition
+from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_evaluation, plan_training
 from lightning_gpufeed.pipeline.replicas import GradientMean, sum_gradients
 from lightning_gpufeed.pipeline.runtime import PipelineRuntime
@@ -147,7 +149,8 @@ class PipelineSession:
         if self._broadcasts_buffers and self.num_replicas > 1 and self.partition is not None:
             for placed in self.partition.tensors:
                 if not placed.is_parameter and self.partition.is_own(placed):
-                    distributed.broadcast(placed.tensor, self.groups.replicas[0], self.groups.replica)
+                    with lost_peer("sending buffers"):
+                        distributed.broadcast(placed.tensor, self.groups.replicas[0], self.groups.replica)
 
     # Planning ------------------------------------------------------------------------------------------------
 
@@ -294,7 +297,8 @@ class PipelineSession:
         counted = [one.grad for one in given if one.grad is not None and self._counts_here(one)]
         norm = nn.utils.get_total_norm(counted)
         square = norm.to(self._device, torch.float64) ** 2
-        distributed.all_reduce(square, group=self.groups.output)
+        with lost_peer("clipping"):
+            distributed.all_reduce(square, group=self.groups.output)
         is_double = any(one.dtype == torch.float64 for one in counted)
         total = square.sqrt() if is_double else square.sqrt().float()
         nn.utils.clip_grads_with_norm_(given, max_norm, total)
@@ -317,18 +321,36 @@ class PipelineSession:
             return self._model.state_dict()
         return full_state_dict(self._model, self.partition, self.groups.output, self._device)
 
-    def full_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """An optimizer's state as on one device, on all ranks.
+    def full_optimizer_state(self, optimizer: optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        """An optimizer's state as on one device. All ranks have to call this.
 
         Args:
             optimizer: Of the model.
+            keep: Whether this rank wants it; if not, it only takes part.
 
         Returns:
             Tensors on the CPU, or where they are if the layers have not been shared out yet.
         """
         if self.partition is None:
             return optimizer.state_dict()
-        return full_optimizer_state(optimizer, self.partition, self.groups.output, self._device)
+        return full_optimizer_state(optimizer, self.partition, self.groups.output, self._device, keep=keep)
+
+    def own_optimizer_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What an optimizer of this rank takes of a full state.
+
+        Args:
+            optimizer: Of the model.
+            state: As on one device.
+
+        Returns:
+            The same without the states of layers of other ranks.
+        """
+        foreign: set[int] = set()
+        groups = zip(optimizer.param_groups, state["param_groups"], strict=False)
+        for group, packed in groups if self.partition is not None else ():
+            pairs = zip(group["params"], packed["params"], strict=False)
+            foreign.update(number for parameter, number in pairs if is_foreign(parameter))
+        return {**state, "state": {key: value for key, value in state["state"].items() if key not in foreign}}
 
     def close(self, *, has_failed: bool = False) -> None:
         """Give the layers their own forward back, and all ranks all weights.

@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn, optim
 from lightning_gpufeed.errors import ScheduleError, SyncError
 from lightning_gpufeed.pipeline.foreign import lent, make_real
 from lightning_gpufeed.pipeline.partition import Partition, Placed, map_tensors
+from lightning_gpufeed.pipeline.peers import lost_peer
 
 __all__ = ["bring_back", "broadcast_from_root", "full_optimizer_state", "full_state_dict", "load_full_state_dict"]
 
@@ -60,20 +61,23 @@ class _Link:
     def all_say(self, value: Any) -> list[Any]:
         """What every rank says, on every rank."""
         every: list[Any] = [None] * self.num_ranks
-        distributed.all_gather_object(every, value, group=self.group)
+        with lost_peer("collecting weights"):
+            distributed.all_gather_object(every, value, group=self.group)
         return every
 
     def send(self, tensor: Tensor, source: int) -> None:
         """From this rank of the group, which is `source`."""
         if tensor.numel():
-            distributed.broadcast(_as_bytes(tensor).to(self.device), self._global(source), group=self.group)
+            with lost_peer("collecting weights"):
+                distributed.broadcast(_as_bytes(tensor).to(self.device), self._global(source), group=self.group)
 
     def receive(self, form: _Form, source: int, to: torch.device = _CPU) -> Tensor:
         """A tensor of this form, with new memory."""
         result = form.empty(to)
         if result.numel():
             flat = torch.empty(result.numel() * result.element_size(), dtype=torch.uint8, device=self.device)
-            distributed.broadcast(flat, self._global(source), group=self.group)
+            with lost_peer("collecting weights"):
+                distributed.broadcast(flat, self._global(source), group=self.group)
             dtype = torch.float32 if form.dtype == torch.complex64 else form.dtype
             dtype = torch.float64 if form.dtype == torch.complex128 else dtype
             values = flat.view(dtype)
@@ -198,19 +202,20 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
 
 @torch.no_grad()
 def full_optimizer_state(
-    optimizer: optim.Optimizer, partition: Partition, group: Any, device: torch.device | str
+    optimizer: optim.Optimizer, partition: Partition, group: Any, device: torch.device | str, *, keep: bool = True
 ) -> dict[str, Any]:
-    """`optimizer.state_dict()` as it would be on one device, on every rank.
+    """`optimizer.state_dict()` as it would be on one device, on every rank that wants it.
 
     Args:
         optimizer: Of all parameters, foreign ones too, in the same order on every rank.
         partition: Who has what. A parameter of several ranks has the state of the first.
         group: The ranks of the pipeline.
         device: Through which to send.
+        keep: Whether this rank wants it. If not, it takes part, and nothing of the others takes memory here.
 
     Returns:
         The states of all parameters that have one with an owner, on the CPU and as copies; all else as this rank has
-        it. Numbers of parameters are the optimizer's own.
+        it. Numbers of parameters are the optimizer's own. Without `keep`, only what this rank has.
 
     Raises:
         ValueError: The group is not that of the partition.
@@ -227,8 +232,10 @@ def full_optimizer_state(
         if source == link.rank:
             map_tensors(own, lambda tensor: link.send(tensor, link.rank))
             merged.update(own)
-        else:
+        elif keep:
             merged.update(map_tensors(states, partial(link.receive, source=source), _Form))
+        else:
+            map_tensors(states, partial(link.receive, source=source), _Form)
     others = {key: value for key, value in merged.items() if not isinstance(key, int)}
     result["state"] = {key: merged[key] for key in sorted(merged.keys() - others.keys())} | others
     return result

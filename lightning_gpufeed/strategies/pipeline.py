@@ -248,11 +248,11 @@ class PipelineStrategy(OutOfOrderStrategy):
             optimizer: Whose.
 
         Returns:
-            The same on all ranks.
+            All of it on the rank that writes files; on others what they have.
         """
         if self._session is None:
             return super().optimizer_state(optimizer)
-        return self._session.full_optimizer_state(raw(optimizer))
+        return self._session.full_optimizer_state(raw(optimizer), keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As in `DDPStrategy`; states of layers of other ranks take no memory.
@@ -260,10 +260,11 @@ class PipelineStrategy(OutOfOrderStrategy):
         Args:
             checkpoint: A full one.
         """
+        if self._session is not None:
+            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+            states = [self._session.own_optimizer_state(raw(optimizer), state) for optimizer, state in pairs]
+            checkpoint = {**checkpoint, "optimizer_states": states}
         super().load_optimizer_state_dict(checkpoint)
-        if self._session is not None and self._session.partition is not None:
-            for optimizer in self.optimizers:
-                self._session.partition.drop_state(raw(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As in `DDPStrategy`, if the checkpoint has all weights.
@@ -291,5 +292,12 @@ class PipelineStrategy(OutOfOrderStrategy):
         if self._parts is not None:
             self._parts.detach()
         if session is not None:
+            states = []
+            if not self._has_failed and session.runtime is not None:  # which may be saved after the training
+                optimizers = [raw(optimizer) for optimizer in self.optimizers]
+                states = [session.full_optimizer_state(one, keep=self.is_global_zero) for one in optimizers]
             session.close(has_failed=self._has_failed)
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                if self.is_global_zero:
+                    raw(optimizer).load_state_dict(state)
         super().teardown()

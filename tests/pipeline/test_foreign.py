@@ -88,7 +88,6 @@ READS = {
     "bool": lambda x, p: bool(p.isnan().any()),
     "list": lambda x, p: p.tolist(),
     "numpy": lambda x, p: p.detach().numpy(),
-    "equal": lambda x, p: torch.equal(x, p),
     "norms together": lambda x, p: torch.stack([x.norm(), p.norm()]),
     "norm plus norm": lambda x, p: x.norm() + p.norm(),
     "a layer": lambda x, p: nn.functional.linear(x, p[None]),
@@ -167,3 +166,11 @@ def test_a_lent_content_is_taken_back_even_after_an_error():
     assert torch.equal(buffer, torch.ones(2))
     with pytest.raises(ScheduleError, match=r"'net\.3\.weight'"):
         dropped.tolist()
+
+
+def test_a_foreign_tensor_is_equal_to_itself_alone():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    make_foreign(layers[0].weight, "there")
+    assert torch.equal(layers[0].weight, layers[0].weight)
+    assert not torch.equal(layers[0].weight, layers[1].weight)
+    assert not torch.equal(layers[1].weight, layers[0].weight)

@@ -177,7 +177,7 @@ def test_an_optimizer_can_be_made_after_the_drop_too(name):
     assert with_memory <= {id(tensor) for _, tensor in partition.own}
 
 
-def test_states_of_foreign_parameters_give_their_memory_back():
+def test_states_of_foreign_parameters_go():
     net = make_net(0)
     optimizer = optim.AdamW(net.parameters(), amsgrad=True)
     net.loss(net.seq(tokens(0))).backward()
@@ -186,9 +186,7 @@ def test_states_of_foreign_parameters_give_their_memory_back():
     before = {name: optimizer.state[tensor] for name, tensor in partition.own if tensor in optimizer.state}
     partition.drop_state(optimizer)
     foreign = [optimizer.state[tensor] for _, tensor in partition.foreign if tensor in optimizer.state]
-    assert foreign
-    assert all(value.is_meta for state in foreign for value in state.values())
-    assert [list(state) for state in foreign] == [["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]] * len(foreign)
+    assert not foreign
     for name, tensor in partition.own:
         if name in before:
             assert optimizer.state[tensor] is before[name]
