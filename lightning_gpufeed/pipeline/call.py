@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -141,11 +143,20 @@ def _autocast_of(device: torch.device) -> tuple[str, bool, torch.dtype, bool]:
 def _form(value: Any) -> tuple[Hashable, ...]:
     """What shapes depend on in an input, the same on all ranks."""
     return tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else (type(leaf).__qualname__, repr(leaf) if isinstance(leaf, _PLAIN) else None)
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else _named(leaf)
         for leaf in flatten(value)[0]
     )
+
+
+def _named(leaf: Any) -> Hashable:
+    """What tells a leaf that is no tensor from another one."""
+    kind = type(leaf).__qualname__
+    if isinstance(leaf, _PLAIN):
+        return kind, repr(leaf)
+    try:
+        return kind, hashlib.blake2b(pickle.dumps(leaf), digest_size=8).digest()
+    except Exception:  # then it cannot be sent either
+        return kind, None
 
 
 def of_microbatches(grads: OutputGrads, sizes: Sequence[int]) -> Callable[[int], list[Tensor | None]]:

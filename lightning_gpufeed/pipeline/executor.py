@@ -134,7 +134,8 @@ class Executor:
         if message is None:
             one.here[False, stage + 1, microbatch] = output
         else:
-            self._links.send(message, [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)])
+            leaves = [leaf.detach() for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            self._links.send(message, [TensorSpec.of(leaf).laid_out(leaf) for leaf in leaves])
 
     def _input_grad(self, action: Action, message: Message | None, one: Pass, arrived: Any) -> None:
         stage, kind, microbatch = action
@@ -152,7 +153,7 @@ class Executor:
         elif message is None:
             one.here[True, stage - 1, microbatch] = [grad for grad, _ in found]
         else:
-            tensors = [_or_zeros(grad, leaf) for grad, leaf in found]
+            tensors = [TensorSpec.of(leaf).laid_out(_or_zeros(grad, leaf)) for grad, leaf in found]
             if len(found) > 1:
                 flags = [grad is not None for grad, _ in found]
                 tensors.append(torch.tensor(flags, dtype=torch.uint8, device=self._device))

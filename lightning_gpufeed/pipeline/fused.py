@@ -24,10 +24,11 @@ from torch import Tensor
 
 from lightning_gpufeed.errors import ScheduleError, SyncError
 from lightning_gpufeed.pipeline.call import Call, OutputGrads, of_microbatches
-from lightning_gpufeed.pipeline.nested import flatten, unflatten
+from lightning_gpufeed.pipeline.nested import flatten, is_same_leaf, unflatten
 from lightning_gpufeed.pipeline.program import whole_program
 from lightning_gpufeed.pipeline.randomness import put_back
 from lightning_gpufeed.pipeline.schedule import Schedule
+from lightning_gpufeed.pipeline.stage import as_output
 
 if TYPE_CHECKING:
     from lightning_gpufeed.pipeline.runtime import PipelineRuntime
@@ -38,7 +39,10 @@ MicrobatchLoss = Callable[[int, Sequence[int]], Tensor]
 """The loss of one microbatch, by its number and the samples of all, as it counts in that of the batch."""
 
 _ROUNDINGS = 16
-"""By how many units of the last place of the largest one the gradient of an output may differ."""
+"""By how many units of the last place of the largest one inputs may differ."""
+_GRAD_ROUNDINGS = {torch.float16: 2, torch.bfloat16: 2}
+"""By how many units of the last place gradients may differ as a whole: computed in full precision, rounded once."""
+_OTHER_GRAD_ROUNDINGS = 16
 _LEAST_SCALE = 4e-6
 """By how much the gradients of a microbatch may be larger or smaller as a whole."""
 
@@ -131,9 +135,13 @@ class FusedSteps:
     def _output_grads(self, call: Call, microbatch: int, output: Any) -> OutputGrads:
         runtime = self._runtime
         leaves, structure = flatten(output)
-        leaves = [leaf.detach().requires_grad_() if _wants_grad(leaf) else leaf for leaf in leaves]
-        wanted = [leaf for leaf in leaves if _wants_grad(leaf)]
-        self._expected, self._output, self._num_asked = call.batch.inputs[microbatch], unflatten(leaves, structure), 0
+        # Copies, and no leaves: the step may change them in place, while the output is on its way to other ranks.
+        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        wanted = [
+            new.requires_grad_() for new, leaf in zip(leaves, flatten(output)[0], strict=True) if _wants_grad(leaf)
+        ]
+        given = [as_output(leaf) if _wants_grad(leaf) else leaf for leaf in leaves]
+        self._expected, self._output, self._num_asked = call.batch.inputs[microbatch], unflatten(given, structure), 0
         assert runtime.microbatch_loss is not None
         self.is_in_loss = True
         try:
@@ -169,7 +177,7 @@ class FusedSteps:
         is_finite = all(grad is None or bool(grad.isfinite().all()) for grad in grads) if call.given else True
         reason = None if is_alike else "the loss of a batch is not the mean of those of its parts"
         reason, is_finite = runtime.agree(reason, is_finite=is_finite)
-        if is_finite:  # an overflow says nothing about the loss
+        if is_finite and reason is not None:  # an overflow says nothing about the loss
             runtime.why_split = reason
         if reason is not None:
             call.forget()
@@ -193,7 +201,7 @@ def _wants_grad(leaf: Any) -> bool:
 def _is_same_input(mine: Any, theirs: Any) -> bool:
     """Layers before the pipeline may round otherwise for a part of a batch."""
     if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
-        return mine is theirs or bool(mine == theirs)
+        return is_same_leaf(mine, theirs)
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     if not mine.is_floating_point():
@@ -209,26 +217,26 @@ def _are_alike(given: Mapping[int, OutputGrads], grads: OutputGrads, sizes: Sequ
     """Are the gradients of the batch's output those of the microbatches'?"""
     parts = of_microbatches(grads, sizes)
     for microbatch, ours in given.items():
-        for mine, theirs, whole in zip(ours, parts(microbatch), grads, strict=True):
-            if theirs is None or whole is None or mine is None:
+        for mine, theirs in zip(ours, parts(microbatch), strict=True):
+            if theirs is None or mine is None:
                 if any(one is not None and bool(one.any()) for one in (mine, theirs)):
                     return False
-            elif theirs.numel() and not _is_alike(mine, theirs, whole):
+            elif theirs.numel() and not _is_alike(mine, theirs):
                 return False
     return True
 
 
-def _is_alike(mine: Tensor, theirs: Tensor, whole: Tensor) -> bool:
-    """Each number up to roundings; and all of them as large, as roundings do not all go the same way."""
+def _is_alike(mine: Tensor, theirs: Tensor) -> bool:
+    """Up to roundings of each number; and as large as a whole, as roundings do not all go the same way."""
     eps = torch.finfo(theirs.dtype).eps
+    roundings = _GRAD_ROUNDINGS.get(theirs.dtype, _OTHER_GRAD_ROUNDINGS)
     if bool((mine.isfinite() != theirs.isfinite()).any()):
         return False
     mine, theirs = (one.double().nan_to_num(0.0, 0.0, 0.0) for one in (mine, theirs))
-    allowed = _ROUNDINGS * eps * float(whole.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
-    if float((mine - theirs).abs().max()) > allowed:
-        return False
     square = float((theirs * theirs).sum())
     if not square:
         return not bool(mine.any())
+    if float((mine - theirs).square().sum()) > (roundings * eps) ** 2 * square:
+        return False
     scale = float((mine * theirs).sum()) / square
     return abs(scale - 1.0) <= 4 * eps / math.sqrt(theirs.numel()) + _LEAST_SCALE

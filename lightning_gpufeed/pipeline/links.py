@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_gpufeed.errors import ScheduleError
-from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec
+from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec, in_memory
 from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.program import Message
 
@@ -208,14 +208,14 @@ class Links:
 
         Args:
             message: Whose source this rank is.
-            tensors: On the device.
+            tensors: On the device, laid out as the other rank expects them.
         """
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         group = self._groups.directed[message.source, message.target]
         for index, tensor in enumerate(tensors):
             if tensor.numel():
-                tensor = tensor.detach().contiguous()
+                tensor = in_memory(tensor.detach())
                 self._sent.append((self._isend(tensor, message.target, group, self._tag(message, index)), tensor))
 
     def receive(self, message: Message, specs: Sequence[TensorSpec]) -> Callable[[], list[Tensor]]:
@@ -232,7 +232,9 @@ class Links:
         tensors = [spec.empty(self._device) for spec in specs]
         with lost_peer("receiving"):
             works = [
-                distributed.irecv(tensor, self._groups.ranks[message.source], group, self._tag(message, index))
+                distributed.irecv(
+                    in_memory(tensor), self._groups.ranks[message.source], group, self._tag(message, index)
+                )
                 for index, tensor in enumerate(tensors)
                 if tensor.numel()
             ]
@@ -258,7 +260,7 @@ class Links:
         """
         with lost_peer("sending the output"):
             works = [
-                distributed.broadcast(tensor, self._groups.ranks[source], self._groups.output, async_op=True)
+                distributed.broadcast(in_memory(tensor), self._groups.ranks[source], self._groups.output, async_op=True)
                 for tensor in tensors
                 if tensor.numel()
             ]

@@ -6,6 +6,7 @@ puts it together again, and to which other libraries register their classes.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,18 @@ from torch.utils import _pytree
 
 from lightning_gpufeed.errors import ScheduleError
 
-__all__ = ["NestedSpec", "TensorSpec", "batch_size", "concatenate", "flatten", "microbatch_sizes", "split", "unflatten"]
+__all__ = [
+    "NestedSpec",
+    "TensorSpec",
+    "batch_size",
+    "concatenate",
+    "flatten",
+    "in_memory",
+    "is_same_leaf",
+    "microbatch_sizes",
+    "split",
+    "unflatten",
+]
 
 
 _LEAF: Any = _pytree.tree_flatten(0)[1]
@@ -31,11 +43,41 @@ class TensorSpec:
         shape: Its sizes.
         dtype: Its type.
         requires_grad: Whether a gradient comes back.
+        strides: If it is in one piece of memory in another order, as images are with channels last.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """That of a tensor.
+
+        Args:
+            tensor: Any that is not sparse.
+
+        Returns:
+            Its specification.
+        """
+        strides = tuple(tensor.stride()) if not tensor.is_contiguous() and _is_dense(tensor) else None
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, strides)
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """A tensor in the order that is expected.
+
+        Args:
+            tensor: Of this shape and type.
+
+        Returns:
+            It, or a copy.
+        """
+        if self.strides is None:
+            return tensor.contiguous()
+        if tuple(tensor.stride()) == self.strides:
+            return tensor
+        return self.empty(tensor.device).copy_(tensor)
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory to receive into.
@@ -46,6 +88,8 @@ class TensorSpec:
         Returns:
             A tensor with any values, which requires no gradient.
         """
+        if self.strides is not None:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -76,7 +120,7 @@ class NestedSpec:
             Its specification.
         """
         leaves, structure = flatten(value)
-        return cls(structure, tuple(_spec(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        return cls(structure, tuple(TensorSpec.of(one) if isinstance(one, Tensor) else one for one in leaves))
 
     def is_same(self, other: NestedSpec) -> bool:
         """Whether another one is equal, where a number that is none is equal to itself.
@@ -91,7 +135,7 @@ class NestedSpec:
             return self.leaves == other.leaves
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
-        return all(bool(a == b) or (a != a and b != b) for a, b in zip(self.leaves, other.leaves, strict=True))
+        return all(map(is_same_leaf, self.leaves, other.leaves))
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -113,13 +157,47 @@ class NestedSpec:
         )
 
 
+def is_same_leaf(one: Any, other: Any) -> bool:
+    """Whether a leaf is the same on another rank, or at another time.
+
+    Args:
+        one: A `TensorSpec`, or a leaf that is no tensor.
+        other: Likewise.
+
+    Returns:
+        True if nobody could tell the difference.
+    """
+    if isinstance(one, TensorSpec) or isinstance(other, TensorSpec):
+        return bool(one == other)
+    return one is other or pickle.dumps(one) == pickle.dumps(other)
+
+
 def _rebuilt(nest: Any, leaves: tuple[Any, ...]) -> NestedSpec:
     structure = flatten(nest)[1]
     return NestedSpec(_LEAF if structure == _LEAF else structure, leaves)
 
 
-def _spec(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements are next to each other in memory, in any order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in the order in which they are in memory.
+
+    Args:
+        tensor: Laid out as its `TensorSpec` says.
+
+    Returns:
+        A flat view.
+    """
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:

@@ -65,6 +65,8 @@ def may_draw(layer: nn.Module) -> bool:
     Returns:
         False for layers of torch that never do, and `nn.Sequential` of them; True for all others.
     """
+    if layer._forward_hooks or layer._forward_pre_hooks:  # which may
+        return True
     if type(layer) is nn.Sequential:
         return any(map(may_draw, layer))
     return type(layer) not in _NEVER_DRAW

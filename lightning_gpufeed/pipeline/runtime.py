@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class PipelineRuntime:
                 stages[index].start,
                 is_split=index in split_stages,
                 is_checkpointed=is_checkpointed,
+                device=device,
             )
             for index, rank in enumerate(schedule.stage_to_rank)
             if rank == self._place
@@ -244,11 +246,12 @@ class PipelineRuntime:
         call.output = None
         return unflatten(detached, structure)
 
-    def backward(self, call: Call, grads: OutputGrads) -> list[Tensor]:
+    def backward(self, call: Call, grads: OutputGrads, *, has_weights: bool = True) -> list[Tensor]:
         """All backwards of a batch.
 
         Args:
             call: The batch.
+            has_weights: Whether gradients of parameters are wanted, or that of the input alone.
             grads: Of the outputs that require one, the same on all ranks; None for what the loss does not use.
 
         Returns:
@@ -263,10 +266,27 @@ class PipelineRuntime:
                 "Add the losses up and call backward once."
             )
         call.is_done = True
+        self._open.discard(call)
+        if not has_weights:
+            with self._weights_left_alone():
+                return self._backward(call, grads, None)
         if self.on_backward is not None:
             self.on_backward()
-        self._open.discard(call)
-        tell = None if len(self._open) else self.on_stage_done
+        return self._backward(call, grads, None if len(self._open) else self.on_stage_done)
+
+    @contextmanager
+    def _weights_left_alone(self) -> Iterator[None]:
+        parameters = [one for stage in self.stages.values() for one in stage.parameters if one.requires_grad]
+        before = [one.grad for one in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+
+    def _backward(self, call: Call, grads: OutputGrads, tell: Callable[[int], None] | None) -> list[Tensor]:
         if call.is_fused:
             if self._fused.backward(call, grads, tell):
                 return self._shared_input_grads(call)
@@ -311,5 +331,5 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        found = ctx.runtime.backward(ctx.call, grads)
+        found = ctx.runtime.backward(ctx.call, grads, has_weights=ctx.needs_input_grad[3])  # of the anchor
         return None, None, None, None, *found, *[None] * ctx.num_outputs

@@ -186,6 +186,18 @@ class PipelineSession:
         for optimizer in self._optimizers:
             self.partition.drop_state(optimizer)
         self._tied = list(self._tied_groups(self.partition))
+        hooked = [
+            placed.name
+            for placed in self.partition.tensors
+            if placed.is_parameter
+            and not placed.is_outside
+            and (placed.tensor._backward_hooks or placed.tensor._post_accumulate_grad_hooks)
+        ]
+        if hooked and self._is_training:
+            self._say(
+                f"pipeline: hooks on {hooked[0]}{f' and {len(hooked) - 1} more' * (len(hooked) > 1)} run for the "
+                "gradient of each microbatch, and not for that of the batch."
+            )
         self.runtime = PipelineRuntime(
             self.layers.layers,
             plan.stages,

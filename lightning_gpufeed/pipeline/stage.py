@@ -12,13 +12,14 @@ recomputes a checkpointed block once for each group of parameters, and fires no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpufeed.backprop.order import BackwardOrder
@@ -26,9 +27,9 @@ from lightning_gpufeed.backprop.split import WeightGradSplitter, splittable_laye
 from lightning_gpufeed.backprop.tasks import TaskKey
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.nested import flatten, unflatten
-from lightning_gpufeed.pipeline.randomness import Draws, may_draw
+from lightning_gpufeed.pipeline.randomness import Draws, may_draw, put_back
 
-__all__ = ["Held", "Stage"]
+__all__ = ["Held", "Stage", "as_output"]
 
 
 @dataclass(eq=False)
@@ -57,6 +58,7 @@ class Stage:
         *,
         is_split: bool,
         is_checkpointed: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """Take the layers.
 
@@ -65,8 +67,10 @@ class Stage:
             layers: One after the other.
             first_layer: Place of the first one in the model.
             is_split: Whether weight gradients are computed apart from input gradients.
-            is_checkpointed: Whether each layer's forward is run a second time in backward, rather than kept.
+            is_checkpointed: Whether the forward is run a second time in backward, rather than kept.
+            device: Where the layers are run; None for the CPU.
         """
+        self._device = device or torch.device("cpu")
         self.index = index
         self.layers = tuple(layers)
         self._first_layer, self._is_checkpointed = first_layer, is_checkpointed
@@ -105,7 +109,7 @@ class Stage:
         leaves = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        entries = [_entry(leaf) if _wants_grad(leaf) else leaf for leaf in leaves]
+        entries = [as_output(leaf) if _wants_grad(leaf) else leaf for leaf in leaves]
         if self._splitter is not None:
             self._splitter.is_open = True
         try:
@@ -121,9 +125,18 @@ class Stage:
         return unflatten(detached, structure), held
 
     def _run(self, value: Any, microbatch: int, draws: Draws) -> Any:
-        if self.index == 0:
-            return self._unchanged(value, lambda: self._through(value, microbatch, draws))
-        return self._through(value, microbatch, draws)
+        def run() -> Any:
+            if self._is_checkpointed and torch.is_grad_enabled():
+                return checkpoint(
+                    lambda given: self._through(given, microbatch, draws),
+                    value,
+                    use_reentrant=False,
+                    preserve_rng_state=False,  # each layer sets the generators itself
+                    context_fn=self._again,
+                )
+            return self._through(value, microbatch, draws)
+
+        return self._unchanged(value, run) if self.index == 0 else run()
 
     def _unchanged(self, value: Any, run: Callable[[], Any]) -> Any:
         """The batch is on all ranks, and is to stay the same on all of them."""
@@ -142,11 +155,30 @@ class Stage:
         for place, (layer, has_draws) in enumerate(zip(self.layers, self._draws, strict=True)):
             if has_draws:
                 draws.begin(self._first_layer + place, microbatch)
-            if self._is_checkpointed and torch.is_grad_enabled():
-                value = checkpoint(layer, value, use_reentrant=False, preserve_rng_state=has_draws)
-            else:
-                value = layer(value)
+            value = layer(value)
         return value
+
+    def _again(self) -> tuple[Any, Any]:
+        """Contexts of the first and of the second forward of a microbatch: the second leaves no trace."""
+        return nullcontext(), self._untouched()
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        buffers = [
+            (module, key, buffer, buffer.clone())
+            for layer in self.layers
+            for module in layer.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and isinstance(module, _NormBase)
+        ]
+        try:
+            with put_back(self._device):
+                yield
+        finally:
+            with torch.no_grad():
+                for module, key, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[key] = buffer
 
     def input_grad(self, held: Held, grads: Sequence[Tensor | None]) -> list[tuple[Tensor | None, Tensor]]:
         """Run backward; weight gradients that can wait do.
@@ -199,7 +231,15 @@ def _wants_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _entry(leaf: Tensor) -> Tensor:
+def as_output(leaf: Tensor) -> Tensor:
+    """A leaf as if it were the output of a layer, which may be changed in place.
+
+    Args:
+        leaf: That gets the gradient.
+
+    Returns:
+        A tensor in the same memory.
+    """
     entry: Tensor = _Entry.apply(leaf)  # type: ignore[no-untyped-call]
     return entry
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from lightning_gpufeed.pipeline.plan import PipelineOptions
@@ -46,11 +47,14 @@ def check_verify_every(verify_every: Any) -> None:
         raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
 
 
-def pipeline_options(options: PipelineOptions, sync: PlanOptions, verify_every: int) -> PipelineOptions | None:
+def pipeline_options(
+    options: PipelineOptions, pipeline_module: str | None, sync: PlanOptions, verify_every: int
+) -> PipelineOptions | None:
     """What is asked for of a pipeline.
 
     Args:
         options: Of the pipeline.
+        pipeline_module: Likewise.
         sync: Of data parallel training.
         verify_every: Likewise.
 
@@ -61,10 +65,13 @@ def pipeline_options(options: PipelineOptions, sync: PlanOptions, verify_every: 
         ValueError: An argument of the one is given for the other.
     """
     if options.pipeline_size == 1:
-        if options.num_microbatches is not None:
+        default = PipelineOptions(1, memory_cap_bytes=options.memory_cap_bytes)
+        given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)]
+        given += ["pipeline_module"] * (pipeline_module is not None)
+        if given:
             raise ValueError(
-                f"num_microbatches is {options.num_microbatches}, but pipeline_size is 1; expected a pipeline_size "
-                "from 2 on, or no num_microbatches."
+                f"{', '.join(given)}: of a pipeline, but pipeline_size is 1; expected a pipeline_size from 2 on, or "
+                "none of them."
             )
         return None
     if (sync.reverse_first_k, sync.cross_iteration, sync.bucket_bytes) != ("auto", "auto", "auto") or verify_every:

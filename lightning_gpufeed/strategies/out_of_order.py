@@ -132,7 +132,7 @@ class OutOfOrderStrategy(DDPStrategy):
             memory_cap_bytes,
             activation_checkpointing,
         )
-        self._pipeline_options = pipeline_options(PipelineOptions(*asked), self._options, verify_every)
+        self._pipeline_options = pipeline_options(PipelineOptions(*asked), pipeline_module, self._options, verify_every)
         self._pipeline_module = pipeline_module
         if self._pipeline_options is not None and type(self) is OutOfOrderStrategy:
             from lightning_gpufeed.strategies.pipeline import PipelineStrategy  # which is one of these
