@@ -150,9 +150,56 @@ class PipelineStrategy(OutOfOrderStrategy):
         Returns:
             The same on all ranks.
         """
+        self._check_alone()
         if group is None and self._groups is not None:
             group = self._groups.replica
         return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """From all replicas, as all ranks of a pipeline have the same values.
+
+        Args:
+            tensor: Of this rank.
+            group: Of ranks; None for the replicas.
+            sync_grads: As in `DDPStrategy`.
+
+        Returns:
+            With the replicas in a first dimension; with one of them as it is, as on one device.
+        """
+        self._check_alone()
+        if group is None and self._groups is not None:
+            if len(self._groups.replicas) == 1:
+                return tensor
+            group = self._groups.replica
+        return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As in `DDPStrategy`.
+
+        Args:
+            obj: To send.
+            src: Global rank of the sender.
+
+        Returns:
+            The sender's.
+        """
+        self._check_alone()
+        return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As in `DDPStrategy`.
+
+        Args:
+            *args: Of the base class.
+            **kwargs: Likewise.
+        """
+        self._check_alone()
+        super().barrier(*args, **kwargs)
+
+    def _check_alone(self) -> None:
+        """A step that this rank alone runs for one microbatch must not wait for others."""
+        if self._quiet is not None and self._quiet.is_running:
+            raise ScheduleError("training_step talks to other ranks")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks.

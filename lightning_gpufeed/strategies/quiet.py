@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -32,6 +31,8 @@ class QuietStep:
         self._module = module
         self._metrics = find_metrics(module)
         self._metric_states = MetricStates()
+        self.is_running = False
+        """Whether the step is at work on this rank alone."""
         self._attributes = AttributeStates(module, frozenset({"log", "log_dict"}))
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -50,29 +51,33 @@ class QuietStep:
         self._metric_states.save(self._metrics)
         self._attributes.save()
         buffers = [
-            (part, name, buffer, buffer.clone())
+            (part, name, buffer)
             for part in self._others
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
+        for part, name, buffer in buffers:  # the loss may need them as they are then
+            part._buffers[name] = buffer.clone()
+        modes = [(part, part.training) for part in self._module.modules()]
+        frozen = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
+        self.is_running = True
         try:
             with unlogged(self._module):
                 result = self._module.training_step(*args, **kwargs)
         finally:
             self._attributes.put_back()
             self._metric_states.put_back()
-            _put_back(buffers)
+            for part, name, buffer in buffers:
+                part._buffers[name] = buffer
+            for part, mode in modes:
+                part.training = mode
+            for parameter, is_wanted in frozen:
+                parameter.requires_grad_(is_wanted)
+            self.is_running = False
         loss = result["loss"] if isinstance(result, dict) else result
         if not isinstance(loss, Tensor):
             raise ScheduleError(f"it gives a {type(loss).__name__}, and no loss")
         return loss
-
-
-@torch.no_grad()
-def _put_back(buffers: Iterable[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-    for part, name, buffer, value in buffers:
-        buffer.copy_(value)
-        part._buffers[name] = buffer
 
 
 @contextmanager
