@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gpufeed.backprop.engine import Anchor
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.call import Call, OutputGrads, of_microbatches
 from lightning_gpufeed.pipeline.executor import Executor
@@ -101,6 +102,7 @@ class PipelineRuntime:
         self._programs: dict[tuple[str, int], Program] = {}
         self._schedules = {schedule.num_microbatches: schedule}
         self._fused = FusedSteps(self)
+        self.anchor = Anchor(device)
 
     def run(self, value: Any) -> Any:
         """What the layers give, on every rank.
@@ -204,19 +206,24 @@ class PipelineRuntime:
             self._schedules[num_microbatches] = Schedule(ranks, self._schedule.stage_to_rank, num_microbatches)
         return self._schedules[num_microbatches]
 
-    def execute(self, call: Call, program: Program) -> None:
+    def execute(self, call: Call, program: Program, note: Callable[[], int] | None = None) -> int:
         """Carry out a program that has the forwards of a batch, and share what comes out.
 
         Args:
             call: The batch.
             program: Its actions.
+            note: Asked at the end on the rank of the last stage; None for nothing to say.
+
+        Returns:
+            What it has said, on all ranks; 0 without.
         """
         with self.executor.spans.measure("all"):
             self._sharing.begin(call, program)
             with put_back(self.device):
                 self.executor.run(program, call.batch)
-            call.output = self._sharing.collect(call, program)
+            call.output, said = self._sharing.collect(call, program, note)
             self._links.finish()
+        return said
 
     def agree(self, reason: str | None, *, is_finite: bool = True) -> tuple[str | None, bool]:
         """What the rank of the last stage says.
@@ -240,8 +247,7 @@ class PipelineRuntime:
         outputs = [leaf for leaf, is_wanted in zip(detached, wanted, strict=True) if is_wanted]
         if outputs:
             inputs = call.inputs_with_grad
-            anchor = torch.empty(0, device=self.device, requires_grad=True)
-            given = iter(_Output.apply(self, call, len(inputs), anchor, *inputs, *outputs))  # type: ignore[no-untyped-call]
+            given = iter(_Output.apply(self, call, len(inputs), self.anchor.tensor, *inputs, *outputs))  # type: ignore[no-untyped-call]
             detached = [next(given) if is_wanted else leaf for leaf, is_wanted in zip(detached, wanted, strict=True)]
         call.output = None
         return unflatten(detached, structure)
@@ -331,5 +337,5 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        found = ctx.runtime.backward(ctx.call, grads, has_weights=ctx.needs_input_grad[3])  # of the anchor
+        found = ctx.runtime.backward(ctx.call, grads, has_weights=ctx.runtime.anchor.is_reached())
         return None, None, None, None, *found, *[None] * ctx.num_outputs

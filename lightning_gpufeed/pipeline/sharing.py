@@ -66,15 +66,16 @@ class OutputSharing:
         actions = program.ranks[self._source]
         return [one.microbatch for one in actions if one.kind == "F" and one.stage == self._border]
 
-    def collect(self, call: Call, program: Program) -> Any:
+    def collect(self, call: Call, program: Program, note: Callable[[], int] | None = None) -> tuple[Any, int]:
         """After the forwards.
 
         Args:
             call: The batch.
             program: That was carried out.
+            note: What the rank of the last stage has to say beside; only its own is asked.
 
         Returns:
-            The whole output, on every rank, cut off from any graph.
+            The whole output, on every rank, cut off from any graph; and the note, 0 without one.
 
         Raises:
             ScheduleError: Ranks have different batches, or the output cannot be put together.
@@ -91,6 +92,10 @@ class OutputSharing:
                     self._give(call.batch.keys[microbatch], call.batch.outputs[microbatch])
                 else:
                     self._take(microbatch, call.batch.keys[microbatch])
+        said = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if note is not None:
+            said += note() if self._is_source else 0
+            self._waits.append(self._links.share([said], self._source))
         waits, self._waits = self._waits, []
         for wait in waits:
             wait()
@@ -105,7 +110,7 @@ class OutputSharing:
             parts = [spec.build(tensors) for spec, tensors in given]
             self._parts = {}
         with torch.no_grad():
-            return concatenate(parts, call.sizes)
+            return concatenate(parts, call.sizes), 0 if note is None else int(said)
 
     def _give(self, key: Hashable, output: Any) -> None:
         self._links.tell_spec(self._border, key, NestedSpec.of(output), None)
@@ -148,7 +153,7 @@ def fingerprint(value: Any, *, is_read: bool = True) -> int:
             digest.update(repr(leaf).encode() if isinstance(leaf, int) else b"/")
             continue
         digest.update(repr(tuple(leaf.shape)).encode())
-        if leaf.numel() and is_read:
+        if leaf.numel() and is_read and not leaf.requires_grad:  # what layers give may be rounded otherwise
             flat = leaf.detach().reshape(-1) if leaf.is_contiguous() else leaf.detach().flatten()
             some = flat[:: max(1, flat.numel() // _MOST_SAMPLED)].contiguous().cpu()
             digest.update(some.view(torch.uint8).numpy().tobytes())
