@@ -111,8 +111,9 @@ class Anchor:
         Args:
             device: Where the outputs are.
         """
-        self.tensor: Tensor = torch.empty(0, device=device, requires_grad=True)
-        grad_fn: Any = self.tensor.view_as(self.tensor).grad_fn
+        with torch.inference_mode(False), torch.enable_grad():
+            self.tensor: Tensor = torch.empty(0, device=device, requires_grad=True)
+            grad_fn: Any = self.tensor.view_as(self.tensor).grad_fn
         self._node = grad_fn.next_functions[0][0]
 
     def is_reached(self) -> bool:

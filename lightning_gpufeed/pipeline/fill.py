@@ -15,8 +15,9 @@ for bit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from lightning_gpufeed.errors import ScheduleError
@@ -154,23 +155,31 @@ class _Filler:
     def run(self) -> list[_Rank]:
         """Take one action at a time, always one that begins first."""
         choices = [self._choice(rank) for rank in self._ranks]
-        while True:
-            first = min(((choice[0], i) for i, choice in enumerate(choices) if choice), default=None)
-            if first is None:
-                return self._ranks
-            begin, index = first
+        begins = [(choice[0], index) for index, choice in enumerate(choices) if choice]
+        heapify(begins)
+        while begins:
+            begin, index = heappop(begins)
             choice = choices[index]
-            assert choice is not None
-            self._ranks[index].take(choice[1], self._clock.run(choice[1], begin))
-            for touched in {index, *self._receivers(choice[1])}:
-                choices[touched] = self._choice(self._ranks[touched])
+            if choice is None or choice[0] != begin:  # the rank has chosen anew since
+                continue
+            action = choice[1]
+            self._ranks[index].take(action, self._clock.run(action, begin))
+            receiver = self._receiver(action)
+            for touched in (index,) if receiver is None or receiver == index else (index, receiver):
+                choice = choices[touched] = self._choice(self._ranks[touched])
+                if choice is not None:
+                    heappush(begins, (choice[0], touched))
+        return self._ranks
 
-    def _receivers(self, action: Action) -> Iterator[int]:
-        """Ranks that may wait for it."""
-        if action.kind == "F" and action.stage + 1 < len(self._stage_to_rank):
-            yield self._stage_to_rank[action.stage + 1]
-        if action.kind == "I" and action.stage > 0:
-            yield self._stage_to_rank[action.stage - 1]
+    def _receiver(self, action: Action) -> int | None:
+        """The rank that waits for it, if one does."""
+        stage, kind, microbatch = action
+        other = stage + (1 if kind == "F" else -1)
+        if kind == "W" or not 0 <= other < len(self._stage_to_rank):
+            return None
+        rank = self._ranks[self._stage_to_rank[other]]
+        waits_for_it = rank.place < len(rank.given) and rank.given[rank.place] == (other, kind, microbatch)
+        return self._stage_to_rank[other] if waits_for_it else None
 
     def _choice(self, rank: _Rank) -> tuple[float, Action] | None:
         """What a rank does next, and when it begins; None while that is not known, or when it is done."""

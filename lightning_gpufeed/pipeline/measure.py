@@ -15,7 +15,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from statistics import median
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -119,7 +118,7 @@ class _Pass(NamedTuple):
     output: Any
 
 
-def measure_layers(layers: Sequence[nn.Module], microbatch: Any, *, num_repeats: int = 3) -> MeasuredLayers:
+def measure_layers(layers: Sequence[nn.Module], microbatch: Any, *, num_repeats: int = 5) -> MeasuredLayers:
     """Run each layer a few times, forward and backward, and note what it takes.
 
     The layers have the mode that they have, and the forward runs under the autocast of the caller; the backward runs
@@ -136,7 +135,8 @@ def measure_layers(layers: Sequence[nn.Module], microbatch: Any, *, num_repeats:
         layers: In the order of the model, on one device.
         microbatch: The input of the first layer on that device, of any nested structure. It is not changed. Where
             none of its tensors requires a gradient, there is no input gradient of the first layer.
-        num_repeats: Runs of each layer after a first one that is not timed; each time is their median.
+        num_repeats: Runs of each layer after a first one that is not timed; each time is the least of them,
+            as what else runs on the machine only makes them longer.
 
     Returns:
         What was measured. Every layer but the first is taken to need a gradient of its input if that is floating-point.
@@ -172,7 +172,7 @@ def _measure(layer: nn.Module, value: Any, device: torch.device, num_repeats: in
         first = _run(layer, value, splitter, marks, device, is_counted=True)
         # Gradients stay, so that the runs add to them, as all microbatches but one do.
         runs = [_run(layer, value, splitter, marks, device) for _ in range(num_repeats)]
-    forward, input_grad, weight_grad = (median(run.seconds[place] for run in runs) for place in range(3))
+    forward, input_grad, weight_grad = (min(run.seconds[place] for run in runs) for place in range(3))
     return StageCosts(forward, input_grad, weight_grad, first.kept_bytes, first.deferred_bytes), first.output
 
 

@@ -115,9 +115,9 @@ def test_each_layer_runs_once_more_than_its_time_is_taken():
     assert (len(layer.forwards), len(layer.backwards)) == (5, 5)
 
 
-def test_of_each_time_the_median_counts():
+def test_of_each_time_the_least_counts():
     layer = Noting()
-    seconds = iter([0.3, 0.3, 0.02, 0.02])  # the first run and one that was disturbed
+    seconds = iter([0.3, 0.3, 0.3, 0.02, 0.3, 0.3])  # the first run, and others that were disturbed
     layer.register_forward_pre_hook(lambda *_: time.sleep(next(seconds)))
     assert measure_layers([layer], torch.ones(2)).costs[0].forward_seconds == pytest.approx(0.02, rel=ROUGHLY)
 
