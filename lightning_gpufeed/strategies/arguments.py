@@ -66,7 +66,8 @@ def pipeline_options(
     """
     if options.pipeline_size == 1:
         default = PipelineOptions(1, memory_cap_bytes=options.memory_cap_bytes)
-        given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)]
+        names = [one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)]
+        given = ["activation_checkpointing" if name == "is_checkpointed" else name for name in names]
         given += ["pipeline_module"] * (pipeline_module is not None)
         if given:
             raise ValueError(

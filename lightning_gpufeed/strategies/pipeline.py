@@ -160,14 +160,14 @@ class PipelineStrategy(OutOfOrderStrategy):
 
         Args:
             tensor: Of this rank.
-            group: Of ranks; None for the replicas.
+            group: Of ranks; None, and all of them, for the replicas.
             sync_grads: As in `DDPStrategy`.
 
         Returns:
             With the replicas in a first dimension; with one of them as it is, as on one device.
         """
         self._check_alone()
-        if group is None and self._groups is not None:
+        if group in (None, torch.distributed.group.WORLD) and self._groups is not None:
             if len(self._groups.replicas) == 1:
                 return tensor
             group = self._groups.replica
