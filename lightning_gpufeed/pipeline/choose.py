@@ -19,13 +19,27 @@ from lightning_gpufeed.pipeline.generators import fast_forward, gpipe, interleav
 from lightning_gpufeed.pipeline.link import Link
 from lightning_gpufeed.pipeline.measure import MeasuredLayers
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.pipeline.search import Candidate, balanced, best, together
-from lightning_gpufeed.pipeline.simulate import Send, StageCosts, simulate
+from lightning_gpufeed.pipeline.search import (
+    Candidate,
+    allowed,
+    best,
+    candidate,
+    dealt_out,
+    granularities,
+    placement,
+)
+from lightning_gpufeed.pipeline.simulate import Send, StageCosts
 
 __all__ = ["SCHEDULES", "choose"]
 
-_GIVEN: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
-_FILLED: dict[str, Callable[..., Schedule]] = {"fast_forward": fast_forward, "zero_bubble": zero_bubble, "zbv": zbv}
+_GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "fast_forward": fast_forward,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "zbv": zbv,
+}
 _ONLY = {"1f1b": 1, "zbv": 2}
 """Stages on a rank, where a schedule leaves no choice."""
 _TIE = 0.01
@@ -33,7 +47,7 @@ _TIE = 0.01
 _ERROR = 0.05
 """Times of layers that differ by less are the same, measured twice: errors of up to 2 % to either side."""
 
-SCHEDULES = ("fast_forward", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
+SCHEDULES = (*_GENERATORS, "auto")
 """What `choose` takes."""
 
 
@@ -48,8 +62,8 @@ def choose(
 ) -> Candidate:
     """The fastest schedule of those that are allowed.
 
-    With "auto" the numbers of stages on a rank are tried that divide the number of layers on a rank, rounded down, each
-    with stages of about equal time. Stages are dealt out to the ranks in turn, those of "zbv" along a V.
+    With "auto" the numbers of stages on a rank are tried that `granularities` names, each with stages of about equal
+    time. Stages are dealt out to the ranks in turn, those of "zbv" along a V.
 
     Args:
         measured: What one microbatch takes in each layer; equal costs where nothing was measured.
@@ -155,23 +169,18 @@ def _every(
         yield from best(layers, sends, num_ranks, num_microbatches)
         return
     for count in _counts(len(layers), num_ranks, schedule, layers_per_stage):
-        stages = _cut(layers, num_ranks * count, layers_per_stage)
-        costs = [together(layers[stage.start : stage.stop]) for stage in stages]
-        stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
-        for make in _generators(schedule, count):
-            options = {"costs": costs, "send_seconds": stage_sends} if make in _FILLED.values() else {}
-            made = make(num_ranks, num_microbatches, count, **options)
-            timeline = simulate(made, costs, stage_sends)
-            facts = (timeline.step_seconds, timeline.bubble_ratio, max(timeline.peak_bytes))
-            yield Candidate(make.__name__, count, *facts, stages, made)
+        makers = allowed(count) if schedule == "auto" else [_GENERATORS[schedule]]
+        for make in makers:
+            ranks = placement(make.__name__, num_ranks, count)
+            stages = _cut(layers, ranks, num_microbatches, layers_per_stage)
+            yield candidate(make, layers, sends, stages, num_ranks, num_microbatches)
 
 
 def _counts(num_layers: int, num_ranks: int, schedule: str, layers_per_stage: int | Literal["auto"]) -> Sequence[int]:
     """Stages on a rank that are tried."""
     per_rank = num_layers // num_ranks
     if layers_per_stage == "auto":
-        every = [v for v in range(1, per_rank + 1) if per_rank % v == 0]
-        return [_ONLY[schedule]] if schedule in _ONLY else every
+        return [_ONLY[schedule]] if schedule in _ONLY else granularities(num_layers, num_ranks)
     count = max(1, min(per_rank, round(num_layers / (layers_per_stage * num_ranks))))
     expected = _ONLY.get(schedule, count)
     if count != expected:
@@ -183,20 +192,16 @@ def _counts(num_layers: int, num_ranks: int, schedule: str, layers_per_stage: in
     return [count]
 
 
-def _cut(layers: Sequence[StageCosts], num_stages: int, layers_per_stage: int | Literal["auto"]) -> tuple[range, ...]:
+def _cut(
+    layers: Sequence[StageCosts],
+    stage_to_rank: Sequence[int],
+    num_microbatches: int,
+    layers_per_stage: int | Literal["auto"],
+) -> tuple[range, ...]:
     """The layers of each stage: equally many if that was asked for and can be, of about equal time otherwise."""
-    if layers_per_stage != "auto" and num_stages * layers_per_stage == len(layers):
+    if layers_per_stage != "auto" and len(stage_to_rank) * layers_per_stage == len(layers):
         return tuple(range(first, first + layers_per_stage) for first in range(0, len(layers), layers_per_stage))
-    return balanced([layer.compute_seconds for layer in layers], num_stages)
-
-
-def _generators(schedule: str, num_virtual: int) -> list[Callable[..., Schedule]]:
-    """What makes the schedules that allow so many stages on a rank."""
-    if schedule != "auto":
-        return [(_GIVEN | _FILLED)[schedule]]
-    left_out = {"interleaved"} if num_virtual == 1 else set()
-    left_out |= {name for name, number in _ONLY.items() if number != num_virtual}
-    return [make for name, make in (_GIVEN | _FILLED).items() if name not in left_out]
+    return dealt_out([layer.compute_seconds for layer in layers], stage_to_rank, num_microbatches)
 
 
 # Costs -----------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from lightning_gpufeed.pipeline.stage import Held, Stage
 
 __all__ = ["Executor", "Pass"]
 
-_AHEAD = 3
-"""How many messages are posted before they are needed."""
+_AHEAD = {"cpu": 3}
+"""How many messages are posted before they are needed. On devices one: NCCL has a kernel wait for each."""
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Executor:
             SyncError: Another rank is gone.
         """
         self._passes.add(one)
-        inbox = _Inbox(program, self._place, self._links, one)
+        inbox = _Inbox(program, self._place, self._links, one, _AHEAD.get(self._device.type, 1))
         for action, needs, gives, ends_stage in program.steps(self._place):
             inbox.post_ahead()
             arrived = None if needs is None else inbox.take(needs)
@@ -178,8 +178,8 @@ def _or_zeros(grad: Tensor | None, leaf: Tensor) -> Tensor:
 class _Inbox:
     """What will arrive, posted in the order in which it is sent."""
 
-    def __init__(self, program: Program, place: int, links: Links, one: Pass) -> None:
-        self._links, self._pass = links, one
+    def __init__(self, program: Program, place: int, links: Links, one: Pass, num_ahead: int) -> None:
+        self._links, self._pass, self._num_ahead = links, one, num_ahead
         self._coming = {source: deque(messages) for source, messages in program.arrivals(place).items()}
         self._needed = [step.needs for step in program.steps(place) if step.needs is not None]
         self._num_taken = self._num_posted = 0
@@ -187,7 +187,7 @@ class _Inbox:
 
     def post_ahead(self) -> None:
         """Post what is needed next, as far as it is known what that will be."""
-        end = min(len(self._needed), self._num_taken + _AHEAD)
+        end = min(len(self._needed), self._num_taken + self._num_ahead)
         while self._num_posted < end and self._post(self._needed[self._num_posted], has_to=False):
             self._num_posted += 1
 

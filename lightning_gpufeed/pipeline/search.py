@@ -3,21 +3,34 @@
 ::
 
     layers    0 1 2 3 4 5 6 7        what each takes, measured
-    v = 1    |0 1 2 3|4 5 6 7|       stages of about equal time, on two ranks
+    v = 1    |0 1 2 3|4 5 6 7|       stages of about equal time, on two ranks that have about as much to do
     v = 2    |0 1|2 3|4 5|6 7|       each schedule over each cut is simulated; what needs too much memory is left out
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_gpufeed.pipeline.generators import fast_forward, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.pipeline.simulate import Send, Sends, StageCosts, each_send, simulate
 
-__all__ = ["Candidate", "balanced", "best", "together"]
+__all__ = [
+    "Candidate",
+    "allowed",
+    "balanced",
+    "best",
+    "candidate",
+    "dealt_out",
+    "granularities",
+    "placement",
+    "together",
+]
+
+_NUM_GRANULARITIES = 6
+"""So many numbers of stages on a rank are tried; more only if more divide the layers of a rank."""
 
 
 class Candidate(NamedTuple):
@@ -87,6 +100,133 @@ def balanced(layer_seconds: Sequence[float], num_stages: int) -> tuple[range, ..
     return tuple(reversed(stages))
 
 
+def dealt_out(layer_seconds: Sequence[float], stage_to_rank: Sequence[int], num_microbatches: int) -> tuple[range, ...]:
+    """Cut layers into stages for ranks that have several of them: no stage is long, and no rank has much to do.
+
+    What is made small is about what a step takes: all microbatches on the busiest rank, and the longest stage once for
+    each rank but one, the wait at the ends of a step. From `balanced` on layers are moved, one at a time, to any other
+    stage, as long as that helps. So the busiest rank has never more to do than with `balanced`.
+
+    Args:
+        layer_seconds: Of each layer, in the order of the model.
+        stage_to_rank: The rank of each stage.
+        num_microbatches: Of a batch.
+
+    Returns:
+        The layers of each stage. With one stage on each rank, those of `balanced`.
+
+    Raises:
+        ValueError: There are more stages than layers, or none.
+
+    Example:
+        >>> seconds = [1.0, 3.0, 1.0, 3.0, 2.0]
+        >>> balanced(seconds, num_stages=4)  # 3 seconds on one rank, 7 on the other
+        (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
+        >>> dealt_out(seconds, (0, 1, 0, 1), num_microbatches=8)  # 5 and 5
+        (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
+    """
+    stages = balanced(layer_seconds, len(stage_to_rank))
+    if len(set(stage_to_rank)) in (1, len(stages)):
+        return stages
+    cut = _Cut(layer_seconds, stages, stage_to_rank, num_microbatches)
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for stage in range(len(stages)):
+            for way in (1, -1):
+                has_moved |= cut.move(stage, way)
+    return tuple(range(begin, end) for begin, end in pairwise(cut.bounds))
+
+
+class _Cut:
+    """Stages between which layers move."""
+
+    def __init__(
+        self,
+        layer_seconds: Sequence[float],
+        stages: Sequence[range],
+        stage_to_rank: Sequence[int],
+        num_microbatches: int,
+    ) -> None:
+        """Begin with stages."""
+        unit = max(layer_seconds) / 2**40 or 1.0
+        self._layers = [round(seconds / unit) for seconds in layer_seconds]  # whole numbers: sums without errors
+        self.bounds = [0, *(stage.stop for stage in stages)]
+        self._seconds = [sum(self._layers[stage.start : stage.stop]) for stage in stages]
+        self._stage_to_rank, self._num_microbatches = stage_to_rank, num_microbatches
+        self._loads = [0] * (max(stage_to_rank) + 1)
+        for rank, seconds in zip(stage_to_rank, self._seconds, strict=True):
+            self._loads[rank] += seconds
+
+    def move(self, stage: int, way: int) -> bool:
+        """Give a layer of a stage to the later (1) or earlier (-1) stage where it helps most, if it does.
+
+        Stages between the two give one on as well.
+        """
+        if self.bounds[stage + 1] - self.bounds[stage] == 1:
+            return False
+        borders = range(stage + 1, len(self._seconds)) if way == 1 else range(stage, 0, -1)
+        least, num_kept = self._cost(), 0
+        for number, border in enumerate(borders, start=1):
+            self._shift(border, -way)
+            cost = self._cost()
+            if cost < least:
+                least, num_kept = cost, number
+        for border in borders[num_kept:]:
+            self._shift(border, way)
+        return num_kept > 0
+
+    def _cost(self) -> tuple[int, int]:
+        """What a step takes, about, and how unequal the ranks are."""
+        step = self._num_microbatches * max(self._loads) + (len(self._loads) - 1) * max(self._seconds)
+        return step, sum(load * load for load in self._loads)
+
+    def _shift(self, border: int, by: int) -> None:
+        """Move the border before a stage by one layer."""
+        layer = self._layers[min(self.bounds[border], self.bounds[border] + by)]
+        self.bounds[border] += by
+        for stage, change in ((border - 1, by * layer), (border, -by * layer)):
+            self._seconds[stage] += change
+            self._loads[self._stage_to_rank[stage]] += change
+
+
+def placement(name: str, num_ranks: int, num_virtual: int) -> tuple[int, ...]:
+    """The rank of each stage in a schedule of this package.
+
+    Args:
+        name: Of the function that makes it.
+        num_ranks: That share the model.
+        num_virtual: Stages on each rank.
+
+    Returns:
+        Along a V for "zbv", dealt out in turn for all others.
+    """
+    if name == "zbv":
+        return (*range(num_ranks), *reversed(range(num_ranks)))
+    return tuple(range(num_ranks)) * num_virtual
+
+
+def granularities(num_layers: int, num_ranks: int) -> list[int]:
+    """Numbers of stages on a rank that are worth a try.
+
+    Args:
+        num_layers: Of the model.
+        num_ranks: That share it.
+
+    Returns:
+        All that divide the number of layers on a rank, rounded down, and of the others the smallest until there are six
+        in all. Ascending.
+
+    Example:
+        >>> granularities(24, 8), granularities(56, 8), granularities(96, 4)
+        ([1, 2, 3], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 6, 8, 12, 24])
+    """
+    per_rank = num_layers // num_ranks
+    every = sorted(range(1, per_rank + 1), key=lambda number: (per_rank % number > 0, number))
+    num_dividing = sum(per_rank % number == 0 for number in every)
+    return sorted(every[: max(num_dividing, _NUM_GRANULARITIES)])
+
+
 def best(
     layers: Sequence[StageCosts],
     send_seconds: Sends,
@@ -96,7 +236,7 @@ def best(
 ) -> list[Candidate]:
     """Every schedule at every granularity, the fastest first.
 
-    Tried are the numbers of stages on a rank that divide the number of layers on a rank, rounded down.
+    Tried are the numbers of stages on a rank that `granularities` names, each with a cut by `dealt_out`.
 
     Args:
         layers: What one microbatch takes in each layer, in the order of the model.
@@ -125,30 +265,60 @@ def best(
         raise ValueError(f"memory_cap_bytes is {memory_cap_bytes}; expected at least 0, or None for no limit.")
     seconds = [layer.compute_seconds for layer in layers]
     candidates = []
-    per_rank = len(layers) // num_ranks
-    for num_virtual in (v for v in range(1, per_rank + 1) if per_rank % v == 0):
-        stages = balanced(seconds, num_ranks * num_virtual)
-        costs = [together(layers[stage.start : stage.stop]) for stage in stages]
-        stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
-        for name, schedule in _schedules(num_ranks, num_microbatches, num_virtual, costs, stage_sends):
-            timeline = simulate(schedule, costs, stage_sends)
-            peak = max(timeline.peak_bytes)
-            if memory_cap_bytes is None or peak <= memory_cap_bytes:
-                facts = (timeline.step_seconds, timeline.bubble_ratio, peak)
-                candidates.append(Candidate(name, num_virtual, *facts, stages, schedule))
+    for num_virtual in granularities(len(layers), num_ranks):
+        cuts: dict[tuple[int, ...], tuple[range, ...]] = {}
+        for make in allowed(num_virtual):
+            ranks = placement(make.__name__, num_ranks, num_virtual)
+            if ranks not in cuts:
+                cuts[ranks] = dealt_out(seconds, ranks, num_microbatches)
+            found = candidate(make, layers, sends, cuts[ranks], num_ranks, num_microbatches)
+            if memory_cap_bytes is None or found.peak_bytes <= memory_cap_bytes:
+                candidates.append(found)
     return sorted(candidates, key=lambda one: (one.step_seconds, one.peak_bytes, one.num_virtual, one.name))
 
 
-def _schedules(
-    num_ranks: int, num_microbatches: int, num_virtual: int, costs: Sequence[StageCosts], sends: Sequence[Send]
-) -> Iterator[tuple[str, Schedule]]:
-    """All that allow so many stages on a rank, each by its name."""
+def allowed(num_virtual: int) -> list[Callable[..., Schedule]]:
+    """What makes schedules with so many stages on a rank.
+
+    Args:
+        num_virtual: Stages on each rank.
+
+    Returns:
+        Functions of `generators`. Those that differ in nothing come once.
+    """
     given: list[Callable[..., Schedule]] = [gpipe, one_f_one_b if num_virtual == 1 else interleaved]
-    filled: list[Callable[..., Schedule]] = [fast_forward, zero_bubble, *([zbv] if num_virtual == 2 else [])]
-    for make in given:
-        yield make.__name__, make(num_ranks, num_microbatches, num_virtual)
-    for make in filled:
-        yield make.__name__, make(num_ranks, num_microbatches, num_virtual, costs=costs, send_seconds=sends)
+    return [*given, fast_forward, zero_bubble, *([zbv] if num_virtual == 2 else [])]
+
+
+def candidate(
+    make: Callable[..., Schedule],
+    layers: Sequence[StageCosts],
+    sends: Sequence[Send],
+    stages: tuple[range, ...],
+    num_ranks: int,
+    num_microbatches: int,
+) -> Candidate:
+    """One schedule over one cut, simulated.
+
+    Args:
+        make: The function of `generators` that makes it.
+        layers: What one microbatch takes in each layer.
+        sends: From each layer to the next.
+        stages: The layers of each stage, as many stages for each rank.
+        num_ranks: That share the model.
+        num_microbatches: Of a batch.
+
+    Returns:
+        The schedule and what it takes.
+    """
+    num_virtual = len(stages) // num_ranks
+    costs = [together(layers[stage.start : stage.stop]) for stage in stages]
+    stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
+    options = {"costs": costs, "send_seconds": stage_sends} if make in (fast_forward, zero_bubble, zbv) else {}
+    schedule = make(num_ranks, num_microbatches, num_virtual, **options)
+    timeline = simulate(schedule, costs, stage_sends)
+    facts = (timeline.step_seconds, timeline.bubble_ratio, max(timeline.peak_bytes))
+    return Candidate(make.__name__, num_virtual, *facts, stages, schedule)
 
 
 def together(layers: Sequence[StageCosts]) -> StageCosts:

@@ -40,7 +40,7 @@ class OutputSharing:
         self._links, self._source, self._device, self._border = links, source, device, num_stages - 1
         self._is_source = links.groups.place == source
         self._specs: dict[Hashable, NestedSpec] = {}
-        self._num_calls = 0
+        self._num_calls, self._is_early = 0, False
         self._waits: list[Callable[[], None]] = []
         self._parts: dict[int, tuple[NestedSpec, list[Tensor]]] = {}
 
@@ -54,11 +54,12 @@ class OutputSharing:
         self._waits, self._parts = [], {}
         self._num_calls += 1
         self._check_batch(call)
-        is_known = all(key in self._specs for key in call.batch.keys)
+        # NCCL would have a kernel wait on the device for each message that is posted and not there yet.
+        self._is_early = self._device.type == "cpu" and all(key in self._specs for key in call.batch.keys)
         keys = call.batch.keys
-        if is_known and self._is_source:
+        if self._is_early and self._is_source:
             call.batch.on_output = lambda microbatch, output: self._give(keys[microbatch], output)
-        elif is_known:
+        elif self._is_early:
             for microbatch in self._order(program):
                 self._take(microbatch, keys[microbatch])
 
@@ -87,6 +88,7 @@ class OutputSharing:
             if self._is_source:
                 told = {call.batch.keys[place]: NestedSpec.of(one) for place, one in call.batch.outputs.items()}
             self._specs.update(self._links.share_object(told, self._source))
+        if not self._is_early:
             for microbatch in self._order(program):
                 if self._is_source:
                     self._give(call.batch.keys[microbatch], call.batch.outputs[microbatch])

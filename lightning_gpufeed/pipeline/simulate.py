@@ -187,8 +187,8 @@ class Clock:
             "B": [one.input_grad_seconds + one.weight_grad_seconds for one in of_stage],
         }
         self.costs = tuple(of_stage)
-        self._ends: dict[tuple[int, str, int], float] = {}  # by action; a plain tuple finds it, and is made sooner
-        self._arrivals: dict[tuple[int, str, int], float] = {}
+        self._ends: dict[Action, float] = {}
+        self._arrivals: dict[Action, float] = {}
 
     def ready_seconds(self, action: Action) -> float | None:
         """When all that an action needs has arrived.
