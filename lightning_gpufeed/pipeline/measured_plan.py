@@ -17,7 +17,7 @@ from lightning_gpufeed.pipeline.measure import MeasuredLayers, measure_layers
 from lightning_gpufeed.pipeline.nested import batch_size, microbatch_sizes, split
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_training
 
-__all__ = ["measured_plan"]
+__all__ = ["measured_plan", "visiting"]
 
 
 def measured_plan(
@@ -62,7 +62,7 @@ def _measured(
 ) -> MeasuredLayers:
     num_samples = batch_size(value) or 1
     sizes = microbatch_sizes(num_samples, min(options.microbatches, num_samples))
-    with _visiting(layers, device):
+    with visiting(layers, device):
         run = [_Checkpointed(layer) for layer in layers] if options.is_checkpointed else layers
         return measure_layers(run, split(value, sizes)[0])
 
@@ -79,8 +79,16 @@ class _Checkpointed(nn.Module):
 
 
 @contextmanager
-def _visiting(layers: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Have layers on the device one at a time, each while it is run."""
+def visiting(layers: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Have layers on the device one at a time, each while it is run.
+
+    Args:
+        layers: On the host.
+        device: Where to run them.
+
+    Yields:
+        Nothing.
+    """
     here: list[nn.Module] = []
 
     def come(layer: nn.Module, _: Any) -> None:

@@ -8,13 +8,18 @@ pipeline does not depend on which layers it has.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
 
-__all__ = ["Draws", "may_draw", "put_back"]
+from lightning_gpufeed.pipeline.peers import lost_peer
+
+__all__ = ["Draws", "may_draw", "put_back", "share_generators"]
 
 _NEVER_DRAW = (
     nn.Linear,
@@ -114,3 +119,25 @@ def put_back(device: torch.device) -> Iterator[None]:
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         yield
+
+
+def share_generators(group: Any, root: int, device: torch.device) -> None:
+    """Have all ranks draw the same from now on: what they draw outside of the layers goes into the same loss.
+
+    Args:
+        group: Of the ranks, on the host.
+        root: Global rank whose generators count: those of Python, numpy and torch.
+        device: Whose generator, beside the host's.
+    """
+    states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is not None:
+        states.append(module.get_rng_state(device))
+    box = [states]
+    with lost_peer("agreeing on random numbers"):
+        distributed.broadcast_object_list(box, root, group)
+    random.setstate(box[0][0])
+    np.random.set_state(box[0][1])
+    torch.set_rng_state(box[0][2])
+    if module is not None:
+        module.set_rng_state(box[0][3], device)

@@ -13,11 +13,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn, optim
 
@@ -25,10 +23,11 @@ from lightning_gpufeed.pipeline.foreign import is_foreign
 from lightning_gpufeed.pipeline.fused import MicrobatchLoss
 from lightning_gpufeed.pipeline.layer_list import check_enough, find_layers
 from lightning_gpufeed.pipeline.links import Links, PipelineGroups
-from lightning_gpufeed.pipeline.measured_plan import measured_plan
+from lightning_gpufeed.pipeline.measured_plan import measured_plan, visiting
 from lightning_gpufeed.pipeline.partition import Partition
 from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_evaluation, plan_training
+from lightning_gpufeed.pipeline.randomness import share_generators
 from lightning_gpufeed.pipeline.replicas import GradientMean, sum_gradients
 from lightning_gpufeed.pipeline.runtime import PipelineRuntime
 from lightning_gpufeed.pipeline.search import balanced
@@ -102,7 +101,7 @@ class PipelineSession:
         self.measured_step_seconds: float | None = None
         self.measured_bubble_ratio: float | None = None
         self._broadcast_weights()
-        self._agree_on_random_numbers()
+        share_generators(groups.control, groups.ranks[0], device)
         self.layers.owner.__dict__["forward"] = _Pipelined(self)
         if not is_training:
             self._begin(plan_evaluation(options, len(self.layers.layers)))
@@ -137,12 +136,21 @@ class PipelineSession:
             ScheduleError: The batch cannot be cut into microbatches, or the layers not into stages.
             SyncError: Another rank is gone.
         """
+        if self.runtime is None and not torch.is_grad_enabled():
+            return self._run_here(value)
         if self.runtime is None:
             self._begin(measured_plan(self.layers.layers, value, self._options, self.groups, self._device))
         assert self.runtime is not None
         self.runtime.microbatch_loss = self.microbatch_loss
         self.runtime.on_stage_done = self._stage_done if self.is_syncing else None
         return self.runtime.run(value)
+
+    def _run_here(self, value: Any) -> Any:
+        """Before the first training step all layers are on all ranks: a summary or a sanity check is no measure."""
+        with visiting(self.layers.layers, self._device):
+            for layer in self.layers.layers:
+                value = layer(value)
+        return value
 
     def begin_step(self) -> None:
         """Take the first replica's buffers, as data-parallel training does before each forward."""
@@ -160,19 +168,6 @@ class PipelineSession:
         stages = balanced([1.0] * len(self.layers.layers), num_ranks)
         partition = Partition(self._model, self.layers, stages, range(num_ranks), self.groups.place)
         broadcast_from_root(partition, self._device, None, 0)
-
-    def _agree_on_random_numbers(self) -> None:
-        """What a rank draws outside of the layers has to be the same on all: they compute the same loss."""
-        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-        box = [states]
-        distributed.broadcast_object_list(box, self.groups.ranks[0], self.groups.control)
-        random.setstate(box[0][0])
-        np.random.set_state(box[0][1])
-        torch.set_rng_state(box[0][2])
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(box[0][3], self._device)
 
     def _begin(self, plan: PipelinePlan) -> None:
         """Give the layers to their ranks."""
