@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Literal
 
@@ -23,8 +24,8 @@ from lightning_gpufeed.pipeline.search import (
     Candidate,
     allowed,
     best,
-    candidate,
-    dealt_out,
+    cuts,
+    fastest,
     granularities,
     placement,
 )
@@ -98,7 +99,8 @@ def choose(
             f"as no stage is empty. Use fewer ranks{', or another schedule' if schedule == 'zbv' else ''}, or cut the "
             "model into more layers."
         )
-    layers, sends = _smoothed(measured.costs), measured.send_seconds(link)
+    layers = [replace(one, overhead_seconds=measured.stage_seconds) for one in _smoothed(measured.costs)]
+    sends = measured.send_seconds(link)
     every = list(_every(layers, sends, num_ranks, num_microbatches, schedule, layers_per_stage))
     fitting = [one for one in every if memory_cap_bytes is None or one.peak_bytes <= memory_cap_bytes]
     if not fitting:
@@ -172,8 +174,8 @@ def _every(
         makers = allowed(count) if schedule == "auto" else [_GENERATORS[schedule]]
         for make in makers:
             ranks = placement(make.__name__, num_ranks, count)
-            stages = _cut(layers, ranks, num_microbatches, layers_per_stage)
-            yield candidate(make, layers, sends, stages, num_ranks, num_microbatches)
+            tried = _cuts(layers, ranks, num_microbatches, layers_per_stage)
+            yield fastest(make, layers, sends, tried, num_ranks, num_microbatches)
 
 
 def _counts(num_layers: int, num_ranks: int, schedule: str, layers_per_stage: int | Literal["auto"]) -> Sequence[int]:
@@ -192,16 +194,16 @@ def _counts(num_layers: int, num_ranks: int, schedule: str, layers_per_stage: in
     return [count]
 
 
-def _cut(
+def _cuts(
     layers: Sequence[StageCosts],
     stage_to_rank: Sequence[int],
     num_microbatches: int,
     layers_per_stage: int | Literal["auto"],
-) -> tuple[range, ...]:
+) -> list[tuple[range, ...]]:
     """The layers of each stage: equally many if that was asked for and can be, of about equal time otherwise."""
     if layers_per_stage != "auto" and len(stage_to_rank) * layers_per_stage == len(layers):
-        return tuple(range(first, first + layers_per_stage) for first in range(0, len(layers), layers_per_stage))
-    return dealt_out([layer.compute_seconds for layer in layers], stage_to_rank, num_microbatches)
+        return [tuple(range(first, first + layers_per_stage) for first in range(0, len(layers), layers_per_stage))]
+    return cuts([layer.compute_seconds for layer in layers], stage_to_rank, num_microbatches)
 
 
 # Costs -----------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Link:
     Attributes:
         latency_seconds: However small it is.
         seconds_per_byte: More for each byte.
+        host_seconds: That either rank's thread computes for it.
 
     Example:
         >>> Link(latency_seconds=0.5, seconds_per_byte=0.25).seconds(2)
@@ -43,6 +44,7 @@ class Link:
 
     latency_seconds: float
     seconds_per_byte: float
+    host_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -72,9 +74,10 @@ class Link:
             num_bytes: Of the message.
 
         Returns:
-            Its latency, and how long the next message waits for it.
+            Its latency, how long the next message waits for it, and how long the ranks are busy with it.
         """
-        return Send(self.latency_seconds, num_bytes * self.seconds_per_byte)
+        latency = max(0.0, self.latency_seconds - 2 * self.host_seconds)  # which has what both ranks compute in it
+        return Send(latency, num_bytes * self.seconds_per_byte, self.host_seconds)
 
 
 def probe_link(group: Any, device: torch.device, rank: int, num_ranks: int, *, most_bytes: int = 8 << 20) -> Link:
@@ -105,25 +108,28 @@ def probe_link(group: Any, device: torch.device, rank: int, num_ranks: int, *, m
         )
     if num_ranks == 1:
         return Link(0.0, 0.0)
-    found = torch.zeros(num_ranks - 1, 2, dtype=torch.float64, device=device)
+    found = torch.zeros(num_ranks - 1, 3, dtype=torch.float64, device=device)
     if rank > 0:
         _answer(group, device, rank - 1)
     if rank < num_ranks - 1:
         sizes = [size for size in _PROBE_BYTES if size < most_bytes] + [most_bytes]
-        samples = _ask(group, device, rank + 1, sizes, _PROBE_SECONDS / (num_ranks - 1))
+        before = time.thread_time()
+        samples, num_messages = _ask(group, device, rank + 1, sizes, _PROBE_SECONDS / (num_ranks - 1))
+        host_seconds = (time.thread_time() - before) / num_messages if device.type == "cpu" else 0.0
         link = fit_link(samples)
-        found[rank] = torch.tensor([link.latency_seconds, link.seconds_per_byte], dtype=torch.float64)
+        found[rank] = torch.tensor([link.latency_seconds, link.seconds_per_byte, host_seconds], dtype=torch.float64)
     distributed.all_reduce(found, group=group)
     return max((Link(*row) for row in found.tolist()), key=lambda one: one.seconds(most_bytes))
 
 
 def _ask(
     group: Any, device: torch.device, peer: int, sizes: Sequence[int], budget_seconds: float
-) -> list[tuple[int, float]]:
-    """Send messages and have them back, as long as there is time; pairs of bytes and the seconds of one way."""
+) -> tuple[list[tuple[int, float]], int]:
+    """Send messages and have them back, as long as there is time: bytes and seconds of one way; how many there were."""
     _round_trips(group, device, peer, sizes[0], 1)  # has to connect, and to wait for the peer
     end = time.perf_counter() + budget_seconds
     samples: list[tuple[int, float]] = []
+    num_messages = 2
     for size in sizes:
         left = end - time.perf_counter()
         if len(samples) > 1 and 2 * fit_link(samples).seconds(size) > left:
@@ -133,8 +139,9 @@ def _ask(
         if num_more > 0:  # the first one meets memory that was not used before
             seconds = _round_trips(group, device, peer, size, num_more)
         samples.append((size, median(seconds) / 2))
+        num_messages += 2 * (1 + max(0, num_more))
     distributed.send(torch.zeros(2, dtype=torch.int64, device=device), group=group, group_dst=peer)
-    return samples
+    return samples, num_messages
 
 
 def _round_trips(group: Any, device: torch.device, peer: int, size: int, number: int) -> list[float]:

@@ -30,7 +30,7 @@ from lightning_gpufeed.device.transfer import device_of
 from lightning_gpufeed.pipeline.link import Link
 from lightning_gpufeed.pipeline.simulate import Send, StageCosts
 
-__all__ = ["MeasuredLayers", "measure_layers"]
+__all__ = ["MeasuredLayers", "measure_layers", "unchanged"]
 
 _NUMBERS = 6
 """Of a layer in `MeasuredLayers.as_lists`."""
@@ -43,17 +43,19 @@ class MeasuredLayers:
     Attributes:
         costs: Of each layer, in the order of the model.
         sent_bytes: Of each layer's output, which is what the next one is given.
+        stage_seconds: That a stage takes beside its layers, each time.
 
     Example:
         >>> measured = MeasuredLayers((StageCosts(), StageCosts()), sent_bytes=(8, 4))
         >>> MeasuredLayers.from_lists(measured.as_lists()) == measured
         True
         >>> measured.send_seconds(Link(1.0, 0.5))
-        [Send(latency_seconds=1.0, link_seconds=4.0)]
+        [Send(latency_seconds=1.0, link_seconds=4.0, host_seconds=0.0)]
     """
 
     costs: tuple[StageCosts, ...]
     sent_bytes: tuple[int, ...]
+    stage_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -72,7 +74,8 @@ class MeasuredLayers:
         Returns:
             For each layer: seconds of forward, input gradient and weight gradient, bytes kept, deferred and sent.
         """
-        return [[*astuple(cost), size] for cost, size in zip(self.costs, self.sent_bytes, strict=True)]
+        pairs = zip(self.costs, self.sent_bytes, strict=True)
+        return [[*astuple(cost)[: _NUMBERS - 1], size] for cost, size in pairs]
 
     @classmethod
     def from_lists(cls, lists: Iterable[Sequence[float]]) -> MeasuredLayers:
@@ -156,7 +159,7 @@ def measure_layers(layers: Sequence[nn.Module], microbatch: Any, *, num_repeats:
     value = microbatch
     with _same_randomness(device), torch.enable_grad():
         for layer in layers:
-            with _unchanged(layer):
+            with unchanged(layer):
                 cost, value = _measure(layer, value, device, num_repeats)
             costs.append(cost)
             sent_bytes.append(sum(one.numel() * one.element_size() for one in _tensors(value)))
@@ -255,8 +258,15 @@ def _place(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 @contextmanager
-def _unchanged(layer: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and modes of a layer back at the end, in any case."""
+def unchanged(layer: nn.Module) -> Iterator[None]:
+    """Put gradients, buffers and modes of a layer back at the end, in any case.
+
+    Args:
+        layer: Whose.
+
+    Yields:
+        Nothing.
+    """
     grads = [(parameter, parameter.grad) for parameter in layer.parameters()]
     modes = [(module, module.training) for module in layer.modules()]
     buffers = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_gpufeed.pipeline.link import Link, probe_link
 from lightning_gpufeed.pipeline.links import PipelineGroups
 from lightning_gpufeed.pipeline.measure import MeasuredLayers, measure_layers
 from lightning_gpufeed.pipeline.nested import batch_size, microbatch_sizes, split
+from lightning_gpufeed.pipeline.overhead import stage_overhead_seconds
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_training
 
 __all__ = ["measured_plan", "visiting"]
@@ -44,7 +46,8 @@ def measured_plan(
     error: Exception | None = None
     if distributed.get_rank() == 0:
         try:
-            box = [(_measured(layers, value, options, device).as_lists(), link.latency_seconds, link.seconds_per_byte)]
+            found = _measured(layers, value, options, device)
+            box = [(found.as_lists(), found.stage_seconds, astuple(link))]
         except Exception as caught:  # which the others are to hear of
             error, box = caught, [f"{type(caught).__name__}: {caught}"]
     distributed.broadcast_object_list(box, 0)
@@ -52,9 +55,9 @@ def measured_plan(
         raise error
     if isinstance(box[0], str):
         raise SyncError(f"Rank 0 could not measure the layers of the pipeline: {box[0][:200]}")
-    rows, latency_seconds, seconds_per_byte = box[0]
-    found = MeasuredLayers.from_lists(rows)
-    return plan_training(options, len(layers), found, Link(latency_seconds, seconds_per_byte))
+    rows, stage_seconds, of_link = box[0]
+    measured = replace(MeasuredLayers.from_lists(rows), stage_seconds=stage_seconds)
+    return plan_training(options, len(layers), measured, Link(*of_link))
 
 
 def _measured(
@@ -64,7 +67,9 @@ def _measured(
     sizes = microbatch_sizes(num_samples, min(options.microbatches, num_samples))
     with visiting(layers, device):
         run = [_Checkpointed(layer) for layer in layers] if options.is_checkpointed else layers
-        return measure_layers(run, split(value, sizes)[0])
+        microbatch = split(value, sizes)[0]
+        found = measure_layers(run, microbatch)
+        return replace(found, stage_seconds=stage_overhead_seconds(run, microbatch, found))
 
 
 class _Checkpointed(nn.Module):

@@ -22,15 +22,19 @@ __all__ = [
     "allowed",
     "balanced",
     "best",
-    "candidate",
+    "cuts",
     "dealt_out",
+    "fastest",
     "granularities",
     "placement",
     "together",
 ]
 
-_NUM_GRANULARITIES = 6
+_NUM_GRANULARITIES = 5
 """So many numbers of stages on a rank are tried; more only if more divide the layers of a rank."""
+
+_FILLED: tuple[Callable[..., Schedule], ...] = (fast_forward, zero_bubble, zbv)
+"""What depends on the costs."""
 
 
 class Candidate(NamedTuple):
@@ -119,10 +123,9 @@ def dealt_out(layer_seconds: Sequence[float], stage_to_rank: Sequence[int], num_
         ValueError: There are more stages than layers, or none.
 
     Example:
-        >>> seconds = [1.0, 3.0, 1.0, 3.0, 2.0]
-        >>> balanced(seconds, num_stages=4)  # 3 seconds on one rank, 7 on the other
-        (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
-        >>> dealt_out(seconds, (0, 1, 0, 1), num_microbatches=8)  # 5 and 5
+        >>> balanced([1.0, 2.0, 1.0, 1.0, 1.0], num_stages=4)  # on two ranks in turn: 2 seconds and 4
+        (range(0, 1), range(1, 2), range(2, 3), range(3, 5))
+        >>> dealt_out([1.0, 2.0, 1.0, 1.0, 1.0], (0, 1, 0, 1), num_microbatches=8)  # 3 and 3
         (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
     """
     stages = balanced(layer_seconds, len(stage_to_rank))
@@ -159,10 +162,7 @@ class _Cut:
             self._loads[rank] += seconds
 
     def move(self, stage: int, way: int) -> bool:
-        """Give a layer of a stage to the later (1) or earlier (-1) stage where it helps most, if it does.
-
-        Stages between the two give one on as well.
-        """
+        """Give a layer of a stage to the later (1) or earlier (-1) stage where it helps most, through those between."""
         if self.bounds[stage + 1] - self.bounds[stage] == 1:
             return False
         borders = range(stage + 1, len(self._seconds)) if way == 1 else range(stage, 0, -1)
@@ -190,6 +190,26 @@ class _Cut:
             self._loads[self._stage_to_rank[stage]] += change
 
 
+def cuts(
+    layer_seconds: Sequence[float], stage_to_rank: Sequence[int], num_microbatches: int
+) -> list[tuple[range, ...]]:
+    """What is worth a try: which cut is better depends on the schedule as well.
+
+    Args:
+        layer_seconds: Of each layer, in the order of the model.
+        stage_to_rank: The rank of each stage.
+        num_microbatches: Of a batch.
+
+    Returns:
+        By `dealt_out`, and by `balanced` if that is another.
+
+    Raises:
+        ValueError: There are more stages than layers, or none.
+    """
+    both = [dealt_out(layer_seconds, stage_to_rank, num_microbatches), balanced(layer_seconds, len(stage_to_rank))]
+    return both if both[0] != both[1] else both[:1]
+
+
 def placement(name: str, num_ranks: int, num_virtual: int) -> tuple[int, ...]:
     """The rank of each stage in a schedule of this package.
 
@@ -214,12 +234,12 @@ def granularities(num_layers: int, num_ranks: int) -> list[int]:
         num_ranks: That share it.
 
     Returns:
-        All that divide the number of layers on a rank, rounded down, and of the others the smallest until there are six
-        in all. Ascending.
+        All that divide the number of layers on a rank, rounded down, and of the others the smallest until there are
+        five in all. Ascending.
 
     Example:
         >>> granularities(24, 8), granularities(56, 8), granularities(96, 4)
-        ([1, 2, 3], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 6, 8, 12, 24])
+        ([1, 2, 3], [1, 2, 3, 4, 7], [1, 2, 3, 4, 6, 8, 12, 24])
     """
     per_rank = num_layers // num_ranks
     every = sorted(range(1, per_rank + 1), key=lambda number: (per_rank % number > 0, number))
@@ -236,7 +256,7 @@ def best(
 ) -> list[Candidate]:
     """Every schedule at every granularity, the fastest first.
 
-    Tried are the numbers of stages on a rank that `granularities` names, each with a cut by `dealt_out`.
+    Tried are the numbers of stages on a rank that `granularities` names, each with the faster one of two `cuts`.
 
     Args:
         layers: What one microbatch takes in each layer, in the order of the model.
@@ -266,12 +286,12 @@ def best(
     seconds = [layer.compute_seconds for layer in layers]
     candidates = []
     for num_virtual in granularities(len(layers), num_ranks):
-        cuts: dict[tuple[int, ...], tuple[range, ...]] = {}
+        cuts_of: dict[tuple[int, ...], list[tuple[range, ...]]] = {}
         for make in allowed(num_virtual):
             ranks = placement(make.__name__, num_ranks, num_virtual)
-            if ranks not in cuts:
-                cuts[ranks] = dealt_out(seconds, ranks, num_microbatches)
-            found = candidate(make, layers, sends, cuts[ranks], num_ranks, num_microbatches)
+            if ranks not in cuts_of:
+                cuts_of[ranks] = cuts(seconds, ranks, num_microbatches)
+            found = fastest(make, layers, sends, cuts_of[ranks], num_ranks, num_microbatches)
             if memory_cap_bytes is None or found.peak_bytes <= memory_cap_bytes:
                 candidates.append(found)
     return sorted(candidates, key=lambda one: (one.step_seconds, one.peak_bytes, one.num_virtual, one.name))
@@ -290,35 +310,53 @@ def allowed(num_virtual: int) -> list[Callable[..., Schedule]]:
     return [*given, fast_forward, zero_bubble, *([zbv] if num_virtual == 2 else [])]
 
 
-def candidate(
+def fastest(
     make: Callable[..., Schedule],
     layers: Sequence[StageCosts],
     sends: Sequence[Send],
-    stages: tuple[range, ...],
+    cuts: Sequence[tuple[range, ...]],
     num_ranks: int,
     num_microbatches: int,
 ) -> Candidate:
-    """One schedule over one cut, simulated.
+    """One schedule over the best cut for it.
 
     Args:
         make: The function of `generators` that makes it.
         layers: What one microbatch takes in each layer.
         sends: From each layer to the next.
-        stages: The layers of each stage, as many stages for each rank.
+        cuts: The layers of each stage, with as many stages for each rank; the first one wins if steps are equal.
         num_ranks: That share the model.
         num_microbatches: Of a batch.
 
     Returns:
-        The schedule and what it takes.
+        What takes least.
+
+    Raises:
+        ValueError: There is no cut, or the schedule does not allow so many stages on a rank.
     """
-    num_virtual = len(stages) // num_ranks
-    costs = [together(layers[stage.start : stage.stop]) for stage in stages]
-    stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
-    options = {"costs": costs, "send_seconds": stage_sends} if make in (fast_forward, zero_bubble, zbv) else {}
-    schedule = make(num_ranks, num_microbatches, num_virtual, **options)
-    timeline = simulate(schedule, costs, stage_sends)
-    facts = (timeline.step_seconds, timeline.bubble_ratio, max(timeline.peak_bytes))
-    return Candidate(make.__name__, num_virtual, *facts, stages, schedule)
+    found: Candidate | None = None
+    for stages in cuts:
+        costs = [together(layers[stage.start : stage.stop]) for stage in stages]
+        ranks = placement(make.__name__, num_ranks, len(stages) // num_ranks)
+        if found is None or num_microbatches * _busiest(costs, ranks) < found.step_seconds:
+            stage_sends = [sends[stage.stop - 1] for stage in stages[:-1]]
+            options = {"costs": costs, "send_seconds": stage_sends} if make in _FILLED else {}
+            schedule = make(num_ranks, num_microbatches, len(stages) // num_ranks, **options)
+            timeline = simulate(schedule, costs, stage_sends)
+            if found is None or timeline.step_seconds < found.step_seconds:
+                facts = (timeline.step_seconds, timeline.bubble_ratio, max(timeline.peak_bytes))
+                found = Candidate(make.__name__, len(stages) // num_ranks, *facts, stages, schedule)
+    if found is None:
+        raise ValueError("There are no cuts; expected at least one.")
+    return found
+
+
+def _busiest(costs: Sequence[StageCosts], stage_to_rank: Sequence[int]) -> float:
+    """What the rank with most to do computes for a microbatch."""
+    loads = [0.0] * (max(stage_to_rank) + 1)
+    for rank, cost in zip(stage_to_rank, costs, strict=True):
+        loads[rank] += cost.compute_seconds
+    return max(loads)
 
 
 def together(layers: Sequence[StageCosts]) -> StageCosts:
@@ -328,7 +366,7 @@ def together(layers: Sequence[StageCosts]) -> StageCosts:
         layers: One after the other.
 
     Returns:
-        Their sums.
+        Their sums; the overhead is that of one.
     """
     return StageCosts(
         sum(one.forward_seconds for one in layers),
@@ -336,4 +374,5 @@ def together(layers: Sequence[StageCosts]) -> StageCosts:
         sum(one.weight_grad_seconds for one in layers),
         sum(one.activation_bytes for one in layers),
         sum(one.deferred_bytes for one in layers),
+        max((one.overhead_seconds for one in layers), default=0.0),
     )

@@ -32,10 +32,12 @@ class Send:
     Attributes:
         latency_seconds: From its end on the sender's side until it is there; others go on meanwhile.
         link_seconds: That it takes the link of the rank that sends it: others wait.
+        host_seconds: That either rank is busy with it, and computes nothing.
     """
 
     latency_seconds: float = 0.0
     link_seconds: float = 0.0
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -62,7 +64,7 @@ def each_send(sends: Sends, num_borders: int) -> list[Send]:
     """
     given = [sends] * num_borders if isinstance(sends, int | float | Send) else list(sends)
     found = [one if isinstance(one, Send) else Send(one) for one in given]
-    times = [seconds for one in found for seconds in (one.latency_seconds, one.link_seconds)]
+    times = [seconds for one in found for seconds in vars(one).values()]
     if len(found) != num_borders or not all(one >= 0 and math.isfinite(one) for one in times):
         raise ValueError(
             f"send_seconds is {sends}; expected finite numbers, at least 0: one for each of the {num_borders} borders "
@@ -81,6 +83,7 @@ class StageCosts:
         weight_grad_seconds: Of a weight gradient. A full backward takes the sum of both.
         activation_bytes: What forward keeps for backward.
         deferred_bytes: What has to be kept after the input gradient, for the weight gradient.
+        overhead_seconds: What any action takes beside, however small the stage is.
     """
 
     forward_seconds: float = 1.0
@@ -88,6 +91,7 @@ class StageCosts:
     weight_grad_seconds: float = 1.0
     activation_bytes: int = 1
     deferred_bytes: int = 1
+    overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -181,10 +185,15 @@ class Clock:
         self._sends = each_send(send_seconds, max(0, num_stages - 1))
         self._link_free: dict[int, float] = {}
         self.seconds = {
-            "F": [one.forward_seconds for one in of_stage],
-            "I": [one.input_grad_seconds for one in of_stage],
-            "W": [one.weight_grad_seconds for one in of_stage],
-            "B": [one.input_grad_seconds + one.weight_grad_seconds for one in of_stage],
+            "F": [one.overhead_seconds + one.forward_seconds for one in of_stage],
+            "I": [one.overhead_seconds + one.input_grad_seconds for one in of_stage],
+            "W": [one.overhead_seconds + one.weight_grad_seconds for one in of_stage],
+            "B": [one.overhead_seconds + one.input_grad_seconds + one.weight_grad_seconds for one in of_stage],
+        }
+        host = [self._host_seconds(stage) for stage in range(num_stages)]
+        self._lasts = {
+            kind: [one + (0.0 if kind == "W" else other) for one, other in zip(seconds, host, strict=True)]
+            for kind, seconds in self.seconds.items()
         }
         self.costs = tuple(of_stage)
         self._ends: dict[Action, float] = {}
@@ -218,12 +227,21 @@ class Clock:
         Returns:
             When it ends.
         """
-        end = begin + self.seconds[action.kind][action.stage]
+        end = begin + self._lasts[action.kind][action.stage]
         for part in action.parts:
             self._ends[part] = end
         if action.kind != "W":
             self._send(action.parts[0], end)
         return end
+
+    def _host_seconds(self, stage: int) -> float:
+        """Of the messages before and after a forward or an input gradient, which are between the same stages."""
+        others = [other for other in (stage - 1, stage + 1) if 0 <= other < self._num_stages]
+        return sum(
+            self._sends[min(stage, other)].host_seconds
+            for other in others
+            if self._stage_to_rank[stage] != self._stage_to_rank[other]
+        )
 
     def _send(self, part: Action, end: float) -> None:
         """Note when the next stage has what was computed."""

@@ -10,10 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpufeed.pipeline import search as search_module
-from lightning_gpufeed.pipeline.search import balanced, best
-from lightning_gpufeed.pipeline.simulate import StageCosts, simulate
+from lightning_gpufeed.pipeline.generators import fast_forward, gpipe, zbv
+from lightning_gpufeed.pipeline.search import (
+    allowed,
+    balanced,
+    best,
+    cuts,
+    dealt_out,
+    fastest,
+    granularities,
+    placement,
+)
+from lightning_gpufeed.pipeline.simulate import Send, StageCosts, each_send, simulate
 from lightning_gpufeed.pipeline.validate import validate
-from tests.pipeline.cases import UNIT, stage_costs
+from tests.pipeline.cases import UNIT, made, stage_costs
 
 unhurried = settings(max_examples=20)
 
@@ -55,6 +65,142 @@ def test_stages_without_layers_are_refused(num_stages):
         balanced([1.0] * 3, num_stages)
 
 
+# Stages that are dealt out ---------------------------------------------------------------------------------
+
+
+@st.composite
+def dealt(draw):
+    """Seconds of layers, the rank of each stage, and how many microbatches."""
+    name, num_ranks = draw(st.sampled_from(["fast_forward", "zbv"])), draw(st.integers(1, 4))
+    ranks = placement(name, num_ranks, 2 if name == "zbv" else draw(st.integers(1, 3)))
+    seconds = draw(st.lists(st.integers(0, 9).map(float), min_size=len(ranks), max_size=len(ranks) + 8))
+    return seconds, ranks, draw(st.sampled_from([1, 2, 4, 16]))
+
+
+def seconds_of(layer_seconds, stages):
+    """Of each stage."""
+    return [sum(layer_seconds[stage.start : stage.stop]) for stage in stages]
+
+
+def busiest(layer_seconds, stages, ranks):
+    """What the rank with most to do has to do for a microbatch."""
+    loads = [0.0] * (max(ranks) + 1)
+    for rank, seconds in zip(ranks, seconds_of(layer_seconds, stages), strict=True):
+        loads[rank] += seconds
+    return max(loads)
+
+
+def about(layer_seconds, stages, ranks, num_microbatches):
+    """About what a step takes."""
+    longest = max(seconds_of(layer_seconds, stages))
+    return num_microbatches * busiest(layer_seconds, stages, ranks) + max(ranks) * longest
+
+
+@given(dealt())
+def test_a_cut_for_ranks_never_gives_the_busiest_one_more_than_balanced_stages_do(case):
+    seconds, ranks, num_microbatches = case
+    stages, equal = dealt_out(*case), balanced(seconds, len(ranks))
+    assert [layer for stage in stages for layer in stage] == list(range(len(seconds)))
+    assert len(stages) == len(ranks)
+    assert all(stages)
+    rounding = 1e-9  # times are rounded to 2**-40 of the longest
+    assert busiest(seconds, stages, ranks) <= busiest(seconds, equal, ranks) + rounding
+    assert about(seconds, stages, ranks, num_microbatches) <= about(seconds, equal, ranks, num_microbatches) + rounding
+
+
+@given(dealt())
+def test_a_cut_for_ranks_is_not_made_better_by_a_layer_more_or_less_in_any_stage(case):
+    seconds, ranks, num_microbatches = case
+    stages = dealt_out(*case)
+    bounds = [0, *(stage.stop for stage in stages)]
+    reached = about(seconds, stages, ranks, num_microbatches)
+    for first in range(1, len(stages)):
+        for last in range(first, len(stages)):
+            for step in (1, -1):
+                moved = [bound + step * (first <= i <= last) for i, bound in enumerate(bounds)]
+                other = [range(a, b) for a, b in pairwise(moved)]
+                if all(other):
+                    assert about(seconds, other, ranks, num_microbatches) >= reached - 1e-9  # rounding, as above
+
+
+@given(dealt())
+@unhurried
+def test_with_one_stage_on_each_rank_or_one_rank_stages_are_balanced(case):
+    seconds, ranks, num_microbatches = case
+    for placed in (tuple(range(len(ranks))), (0,) * len(ranks)):
+        assert dealt_out(seconds, placed, num_microbatches) == balanced(seconds, len(ranks))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "name", "before", "after"),
+    [
+        ([1.0, 2.0, 1.0, 1.0, 1.0], "fast_forward", 4.0, 3.0),
+        ([1.0, 1.0, 2.0, 3.0, 1.0], "fast_forward", 5.0, 4.0),
+        ([1.0, 1.0, 1.0, 1.0, 3.0, 1.0], "zbv", 5.0, 4.0),
+    ],
+)
+def test_the_busiest_rank_counts_and_not_only_the_longest_stage(seconds, name, before, after):
+    ranks = placement(name, 2, 2)
+    assert busiest(seconds, balanced(seconds, 4), ranks) == before
+    assert busiest(seconds, dealt_out(seconds, ranks, 8), ranks) == after
+
+
+@pytest.mark.parametrize(("num_layers", "num_ranks", "num_virtual"), [(24, 8, 2), (13, 2, 3), (10, 4, 2), (96, 8, 12)])
+def test_equal_layers_are_dealt_out_so_that_ranks_differ_by_one_at_most(num_layers, num_ranks, num_virtual):
+    ranks = placement("fast_forward", num_ranks, num_virtual)
+    assert busiest([1.0] * num_layers, dealt_out([1.0] * num_layers, ranks, 8), ranks) == -(-num_layers // num_ranks)
+
+
+def test_a_cut_that_is_the_same_by_both_ways_is_tried_once():
+    ranks = placement("gpipe", 2, 2)
+    assert cuts([1.0] * 8, ranks, 4) == [balanced([1.0] * 8, 4)]
+    uneven = [1.0, 2.0, 1.0, 1.0, 1.0]
+    assert cuts(uneven, ranks, 8) == [dealt_out(uneven, ranks, 8), balanced(uneven, 4)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "fast_forward", "zero_bubble", "zbv"])
+def test_stages_are_placed_as_the_schedule_has_them(name):
+    assert made(name, 3, 4, 2).stage_to_rank == placement(name, 3, 2)
+
+
+@given(st.lists(stage_costs, min_size=4, max_size=9), st.sampled_from([gpipe, fast_forward, zbv]), st.integers(1, 8))
+@unhurried
+def test_of_several_cuts_the_one_with_the_shortest_step_is_taken(layers, make, num_microbatches):
+    sends = each_send(0.5, len(layers) - 1)
+    tried = [
+        tuple(range(a, b) for a, b in pairwise((0, *inner, len(layers))))
+        for inner in combinations(range(1, len(layers)), 3)
+    ]
+    alone = [fastest(make, layers, sends, [stages], 2, num_microbatches).step_seconds for stages in tried]
+    assert fastest(make, layers, sends, tried, 2, num_microbatches).step_seconds == min(alone)
+
+
+def test_without_a_cut_there_is_no_candidate():
+    with pytest.raises(ValueError, match="There are no cuts; expected at least one"):
+        fastest(gpipe, [UNIT] * 4, each_send(0.0, 3), [], 2, 4)
+
+
+# Schedules -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_ranks", "expected"),
+    [
+        (8, 8, [1]),
+        (15, 8, [1]),
+        (24, 8, [1, 2, 3]),
+        (40, 8, [1, 2, 3, 4, 5]),
+        (48, 8, [1, 2, 3, 4, 6]),
+        (56, 8, [1, 2, 3, 4, 7]),
+        (96, 8, [1, 2, 3, 4, 6, 12]),
+        (26, 2, [1, 2, 3, 4, 13]),
+        (96, 4, [1, 2, 3, 4, 6, 8, 12, 24]),
+    ],
+)
+def test_tried_are_all_numbers_of_stages_that_divide_and_some_that_do_not(num_layers, num_ranks, expected):
+    assert granularities(num_layers, num_ranks) == expected
+
+
 @given(st.lists(stage_costs, min_size=1, max_size=13), st.data(), st.integers(1, 8), st.sampled_from([0.0, 0.5, 4.0]))
 @unhurried
 def test_what_is_found_is_what_a_simulation_gives_within_the_cap_and_sorted(layers, data, num_microbatches, send):
@@ -75,10 +221,28 @@ def test_what_is_found_is_what_a_simulation_gives_within_the_cap_and_sorted(laye
     assert best(layers, send, num_ranks, num_microbatches, cap) == [one for one in found if one.peak_bytes <= cap]
 
 
-def test_every_schedule_at_every_granularity_that_divides_is_tried():
-    found = {(one.name, one.num_virtual) for one in best([UNIT] * 13, 0.0, 2, 2)}
-    everywhere = {(name, v) for name in ("gpipe", "fast_forward", "zero_bubble") for v in (1, 2, 3, 6)}
-    assert found == everywhere | {("one_f_one_b", 1), ("zbv", 2)} | {("interleaved", v) for v in (2, 3, 6)}
+def test_every_schedule_at_every_granularity_is_tried_once():
+    found = [(one.name, one.num_virtual) for one in best([UNIT] * 13, 0.0, 2, 2)]
+    every = {(make.__name__, v) for v in granularities(13, 2) for make in allowed(v)}
+    assert sorted(found) == sorted(every)
+    everywhere = {(name, v) for name in ("gpipe", "fast_forward", "zero_bubble") for v in (1, 2, 3, 4, 6)}
+    assert every == everywhere | {("one_f_one_b", 1), ("zbv", 2)} | {("interleaved", v) for v in (2, 3, 4, 6)}
+
+
+def test_a_granularity_that_does_not_divide_may_be_the_best():
+    found = best([UNIT] * 12, Send(0.5, 1.5), 4, 8)  # three layers on a rank, as stages of one and two
+    assert found[0].num_virtual == 2
+    assert {len(stage) for stage in found[0].stages} == {1, 2}
+
+
+def test_no_schedule_is_slower_than_over_balanced_stages():
+    layers = [StageCosts(*[0.5 + i * 7 % 5] * 3) for i in range(20)]
+    sends = each_send(0.25, 19)
+    seconds = [layer.compute_seconds for layer in layers]
+    for one in best(layers, 0.25, 4, 4):
+        [make] = [make for make in allowed(one.num_virtual) if make.__name__ == one.name]
+        stages = balanced(seconds, 4 * one.num_virtual)
+        assert one.step_seconds <= fastest(make, layers, sends, [stages], 4, 4).step_seconds
 
 
 def test_a_slow_link_makes_stages_large():

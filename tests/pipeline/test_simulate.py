@@ -8,19 +8,35 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline import simulate as simulate_module
+from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.pipeline.simulate import Clock, StageCosts, simulate
+from lightning_gpufeed.pipeline.simulate import Clock, Send, StageCosts, each_send, simulate
 from tests.pipeline.cases import UNIT, made, schedules_with_costs, spans_of_ranks
 
 few = settings(max_examples=30)
 TWO = Schedule.parse("2 microbatches; stages on ranks 0 1\n0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1B0 1F1 1B1")
 
 
+def border_of(schedule, action):
+    """Over which border between stages on two ranks the result of an action goes; None if it stays where it is."""
+    low = action.stage - (action.kind != "F")
+    if action.kind == "W" or not 0 <= low < schedule.num_stages - 1:
+        return None
+    return low if schedule.stage_to_rank[low] != schedule.stage_to_rank[low + 1] else None
+
+
+def sending(schedule):
+    """Of each rank the actions after which it sends something."""
+    return [[one for one in of_rank if border_of(schedule, one) is not None] for of_rank in schedule.ranks]
+
+
 def longest_path(schedule, costs, sends):
     """When each action ends, by the definition: recursion over what it needs and what is before it on its rank."""
+    message_before = {after: one for of_rank in sending(schedule) for one, after in pairwise(of_rank)}
     before = {after: one for actions in schedule.ranks for one, after in pairwise(actions)}
     actions = {part: one for of_rank in schedule.ranks for one in of_rank for part in one.parts}
     seconds = {
@@ -30,9 +46,23 @@ def longest_path(schedule, costs, sends):
     }
 
     def arrival(needed, stage):
-        low = min(needed.stage, stage)
-        is_sent = needed.stage != stage and schedule.stage_to_rank[low] != schedule.stage_to_rank[low + 1]
-        return end(actions[needed]) + (sends[low] if is_sent else 0.0)
+        border = None if needed.stage == stage else border_of(schedule, actions[needed])
+        if border is None:
+            return end(actions[needed])
+        return left(actions[needed]) + sends[border].latency_seconds
+
+    @functools.cache
+    def left(action):
+        """When the message after an action is through the link of its rank."""
+        link_seconds = sends[border_of(schedule, action)].link_seconds
+        if not link_seconds:
+            return end(action)
+        earlier, others = message_before.get(action), 0.0
+        while earlier and not sends[border_of(schedule, earlier)].link_seconds:
+            earlier = message_before.get(earlier)
+        if earlier:
+            others = left(earlier)
+        return max(end(action), others) + link_seconds
 
     @functools.cache
     def end(action):
@@ -47,10 +77,15 @@ def test_the_examples_run():
     assert doctest.testmod(simulate_module).failed == 0
 
 
-@given(schedules_with_costs(most=150))
+link_times = st.sampled_from([0.0, 0.5, 2.0])
+
+
+@given(schedules_with_costs(most=150), st.data())
 @few
-def test_actions_end_where_the_longest_path_to_them_ends(case):
-    schedule, costs, sends = case
+def test_actions_end_where_the_longest_path_to_them_ends(case, data):
+    schedule, costs, latencies = case
+    takes_link = data.draw(st.lists(link_times, min_size=len(latencies), max_size=len(latencies)))
+    sends = [Send(*pair) for pair in zip(latencies, takes_link, strict=True)]
     timeline = simulate(schedule, costs, sends)
     ends = longest_path(schedule, costs, sends)
     assert {span.action: span.end for span in timeline.spans} == pytest.approx(ends)
@@ -125,6 +160,103 @@ def test_only_what_goes_to_another_rank_takes_time_on_the_way():
     assert simulate(schedule, UNIT, [0.5, 99.0, 0.5]) == simulate(schedule, UNIT, 0.5)
 
 
+# Messages --------------------------------------------------------------------------------------------------
+
+
+def run(clock, *words):
+    """Run actions one after the other, without pauses."""
+    end = 0.0
+    for word in words:
+        end = clock.run(Action.parse(word), end)
+
+
+def arrivals(clock, *words):
+    """When what these actions need has arrived."""
+    return [clock.ready_seconds(Action.parse(word)) for word in words]
+
+
+@pytest.mark.parametrize(
+    ("send", "expected"),
+    [(Send(3.0, 0.0), [4.0, 5.0, 6.0]), (Send(0.0, 3.0), [4.0, 7.0, 10.0]), (Send(2.0, 3.0), [6.0, 9.0, 12.0])],
+    ids=["latency", "link", "both"],
+)
+def test_messages_of_one_rank_wait_for_each_other_on_the_link_and_not_for_a_latency(send, expected):
+    clock = Clock((0, 1), UNIT, send)
+    run(clock, "0F0", "0F1", "0F2")
+    assert arrivals(clock, "1F0", "1F1", "1F2") == expected
+
+
+def test_a_link_that_is_free_again_holds_up_nothing():
+    clock = Clock((0, 1), UNIT, Send(0.5, 1.0))
+    run(clock, "0F0", "0F1")
+    assert arrivals(clock, "1F0", "1F1") == [2.5, 3.5]
+
+
+def test_messages_in_both_directions_share_the_link_of_the_rank_that_sends_them():
+    clock = Clock((0, 1, 2), UNIT, [Send(0.0, 2.0), Send(0.0, 3.0)])
+    run(clock, "1F0", "1B1")
+    assert arrivals(clock, "2F0") == [4.0]
+    clock.run(Action.parse("0F1"), 0.0)
+    assert arrivals(clock, "0B1") == [6.0]  # the backward ends at 3, the link is free at 4
+
+
+def test_messages_of_two_ranks_do_not_wait_for_each_other():
+    clock = Clock((0, 1, 2), UNIT, Send(0.0, 3.0))
+    for word in ("0F0", "1F1"):
+        run(clock, word)
+    assert arrivals(clock, "1F0", "2F1") == [4.0, 4.0]
+
+
+def test_what_stays_on_a_rank_takes_no_link():
+    clock = Clock((0, 0, 1), UNIT, Send(1.0, 3.0))
+    run(clock, "0F0", "1F0")
+    assert arrivals(clock, "1F0", "2F0") == [1.0, 2.0 + 3.0 + 1.0]
+
+
+@given(schedules_with_costs(most=200))
+@few
+def test_a_number_is_a_latency(case):
+    schedule, costs, latencies = case
+    assert simulate(schedule, costs, [Send(one) for one in latencies]) == simulate(schedule, costs, latencies)
+
+
+@given(schedules_with_costs(most=200), link_times, link_times)
+@few
+def test_a_queue_is_never_faster_than_none_and_never_slower_than_if_each_message_waited_for_all(case, latency, link):
+    schedule, costs, _ = case
+    most = max(map(len, sending(schedule)))  # messages of a rank
+    step = simulate(schedule, costs, Send(latency, link)).step_seconds
+    alone, last = (simulate(schedule, costs, latency + count * link).step_seconds for count in (1, most))
+    assert alone - 1e-9 <= step  # sums in another order
+    assert step <= max(alone, last) + 1e-9
+
+
+def test_a_message_keeps_both_of_its_ranks_from_computing():
+    schedule = made("gpipe", 2, 1)
+    timeline = simulate(schedule, UNIT, Send(host_seconds=0.5))
+    assert [(span.begin, span.end) for span in timeline.spans] == [(0.0, 1.5), (5.5, 8.0), (1.5, 3.0), (3.0, 5.5)]
+    assert timeline.busy_seconds == simulate(schedule, UNIT).busy_seconds  # it is no work of the stages
+    one_rank = Schedule.parse("1 microbatches; stages on ranks 0 0\n0F0 1F0 1B0 0B0")
+    assert simulate(one_rank, UNIT, Send(host_seconds=0.5)) == simulate(one_rank, UNIT)
+
+
+def test_an_action_takes_its_overhead_whatever_it_computes():
+    parts, whole = (Schedule.parse(f"1 microbatches; stages on ranks 0\n0F0 {rest}") for rest in ("0I0 0W0", "0B0"))
+    costs = StageCosts(overhead_seconds=0.25)
+    assert (simulate(parts, costs).step_seconds, simulate(whole, costs).step_seconds) == (3.75, 3.5)
+
+
+def test_a_message_that_waits_for_no_other_takes_latency_and_link():
+    assert Send(0.25, 0.5).seconds == 0.75
+
+
+def test_one_send_stands_for_all_borders():
+    send = Send(0.25, 0.5)
+    assert each_send(send, 3) == each_send([send] * 3, 3) == [send] * 3
+    assert each_send([0.5, send], 2) == [Send(0.5, 0.0), send]
+    assert each_send(1, 0) == []
+
+
 def test_one_cost_stands_for_all_stages():
     assert simulate(TWO, UNIT) == simulate(TWO, [UNIT, UNIT])
 
@@ -132,6 +264,9 @@ def test_one_cost_stands_for_all_stages():
 def test_a_schedule_of_nothing_takes_no_time():
     timeline = simulate(Schedule((), (), 0), [])
     assert (timeline.step_seconds, timeline.ideal_seconds, timeline.bubble_ratio) == (0.0, 0.0, 0.0)
+
+
+# What is refused -------------------------------------------------------------------------------------------
 
 
 def test_a_schedule_that_would_hang_is_refused():
@@ -145,7 +280,22 @@ def test_costs_of_another_model_are_refused(costs):
         simulate(TWO, costs)
 
 
-@pytest.mark.parametrize("sends", [[], [0.0, 0.0], [-1.0], -1.0, [float("inf")], float("nan")])
+@pytest.mark.parametrize(
+    "sends",
+    [
+        [],
+        [0.0, 0.0],
+        [-1.0],
+        -1.0,
+        [float("inf")],
+        float("nan"),
+        Send(-1.0, 0.0),
+        Send(0.0, -1.0),
+        [Send(0.0, float("inf"))],
+        Send(0.0, 0.0, -1.0),
+    ],
+    ids=str,
+)
 def test_sends_that_do_not_fit_are_refused(sends):
     with pytest.raises(
         ValueError, match=r"send_seconds is .*; expected finite numbers, at least 0: one for each of the 1 "
