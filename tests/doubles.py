@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,15 +225,8 @@ def run_ranks(worker: Path, plan: dict[str, Any], folder: Path, *, num_processes
         What they printed.
     """
     (folder / "plan.json").write_text(json.dumps(plan))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(PACKAGE.parent),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
     logs = [folder / f"log.{rank}" for rank in range(num_processes)]
+    environment = _of_ranks()
     running = start_script(
         [str(worker), str(folder / "plan.json")],
         folder=folder,
@@ -244,3 +241,55 @@ def run_ranks(worker: Path, plan: dict[str, Any], folder: Path, *, num_processes
     finally:
         running.kill()  # all ranks and what they started
     return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs if log.exists())
+
+
+def run_fresh_ranks(worker: Path, plan: dict[str, Any], folder: Path, *, num_ranks: int, limit_seconds: float) -> str:
+    """Likewise, as interpreters of their own: a fork has memory that others have used and left, where it is counted.
+
+    Args:
+        worker: The script; it is given the path of the plan.
+        plan: Written as JSON.
+        folder: Where the plan and the logs go, and where they run.
+        num_ranks: How many to start.
+        limit_seconds: After which they are killed.
+
+    Returns:
+        What they printed.
+    """
+    (folder / "plan.json").write_text(json.dumps(plan))
+    environment, processes = _of_ranks(), []
+    for rank in range(num_ranks):
+        with (folder / f"log.{rank}").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(worker), str(folder / "plan.json")],
+                    cwd=folder,
+                    env={**environment, "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    end = time.monotonic() + limit_seconds
+    try:
+        for process in processes:
+            process.wait(timeout=max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass  # what they did not write is missed by the test, which shows the logs
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return "\n".join(f"--- log.{rank}\n{(folder / f'log.{rank}').read_text()}" for rank in range(num_ranks))
+
+
+def _of_ranks() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(PACKAGE.parent),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lightning_gpufeed import OOMRecovery
 from tests.callbacks.oom_rank_worker import SIZES, Batches, RankModel
 from tests.datamodules.models import make_trainer, same_bits
-from tests.doubles import free_port, run_ranks
+from tests.doubles import free_port, run_fresh_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -191,7 +191,7 @@ def ranks(folder: Path) -> Ranks:
         # is mapped is a limit on what is used.
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
         patch.setenv("MALLOC_ARENA_MAX", "1")
-        text = run_ranks(WORKER, plan, folder, num_processes=WORLD_SIZE, limit_seconds=LIMIT_SECONDS)
+        text = run_fresh_ranks(WORKER, plan, folder, num_ranks=WORLD_SIZE, limit_seconds=LIMIT_SECONDS)
     return Ranks(folder, text)
 
 
