@@ -138,8 +138,8 @@ def measure_layers(layers: Sequence[nn.Module], microbatch: Any, *, num_repeats:
         layers: In the order of the model, on one device.
         microbatch: The input of the first layer on that device, of any nested structure. It is not changed. Where
             none of its tensors requires a gradient, there is no input gradient of the first layer.
-        num_repeats: Runs of each layer after a first one that is not timed; each time is the least of them,
-            as what else runs on the machine only makes them longer.
+        num_repeats: Rounds through all layers after a first one that is not timed; each time is the least of them, as
+            what else runs on the machine only makes them longer.
 
     Returns:
         What was measured. Every layer but the first is taken to need a gradient of its input if that is floating-point.
@@ -155,28 +155,36 @@ def measure_layers(layers: Sequence[nn.Module], microbatch: Any, *, num_repeats:
     if num_repeats < 1:
         raise ValueError(f"num_repeats is {num_repeats}; expected a whole number, at least 1.")
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), device_of(microbatch))
-    costs, sent_bytes = [], []
-    value = microbatch
+    runs: list[list[_Pass]] = [[] for _ in layers]
+    sent_bytes = [0] * len(layers)
     with _same_randomness(device), torch.enable_grad():
-        for layer in layers:
-            with unchanged(layer):
-                cost, value = _measure(layer, value, device, num_repeats)
-            costs.append(cost)
-            sent_bytes.append(sum(one.numel() * one.element_size() for one in _tensors(value)))
-            value = _mapped(value, lambda one: one.detach().requires_grad_(_is_differentiable(one)))
-    return MeasuredLayers(tuple(costs), tuple(sent_bytes))
+        # Round after round: what disturbs the machine for a while does not disturb all runs of one layer.
+        for number in range(1 + num_repeats):
+            value = microbatch
+            for place, layer in enumerate(layers):
+                with unchanged(layer):
+                    runs[place].append(_once(layer, value, device, is_first=number == 0))
+                value = runs[place][-1].output
+                runs[place][-1] = runs[place][-1]._replace(output=None)
+                sent_bytes[place] = sum(one.numel() * one.element_size() for one in _tensors(value))
+                value = _mapped(value, lambda one: one.detach().requires_grad_(_is_differentiable(one)))
+    return MeasuredLayers(tuple(map(_least, runs)), tuple(sent_bytes))
 
 
-def _measure(layer: nn.Module, value: Any, device: torch.device, num_repeats: int) -> tuple[StageCosts, Any]:
-    """What a layer takes, and its output."""
+def _least(runs: Sequence[_Pass]) -> StageCosts:
+    """Of the runs but the first, which meets cold caches."""
+    forward, input_grad, weight_grad = (min(run.seconds[place] for run in runs[1:]) for place in range(3))
+    return StageCosts(forward, input_grad, weight_grad, runs[0].kept_bytes, runs[0].deferred_bytes)
+
+
+def _once(layer: nn.Module, value: Any, device: torch.device, *, is_first: bool) -> _Pass:
+    """A layer forward and backward."""
+    if not is_first:  # all microbatches but one add to a gradient that is there
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     names, _ = splittable_layers(layer)
-    marks = DeviceMarks(device)
     with WeightGradSplitter(layer, BackwardOrder(last=names)) as splitter:
-        first = _run(layer, value, splitter, marks, device, is_counted=True)
-        # Gradients stay, so that the runs add to them, as all microbatches but one do.
-        runs = [_run(layer, value, splitter, marks, device) for _ in range(num_repeats)]
-    forward, input_grad, weight_grad = (min(run.seconds[place] for run in runs) for place in range(3))
-    return StageCosts(forward, input_grad, weight_grad, first.kept_bytes, first.deferred_bytes), first.output
+        return _run(layer, value, splitter, DeviceMarks(device), device, is_counted=is_first)
 
 
 def _run(
