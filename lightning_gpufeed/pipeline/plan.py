@@ -42,9 +42,9 @@ class PipelinePlan:
         """One line for a log."""
         sizes = {len(stage) for stage in self.stages}
         layers = str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
-        num_virtual = self.schedule.num_virtual
+        num_virtual, name = self.schedule.num_virtual, self.name.replace("one_f_one_b", "1f1b")
         text = (
-            f"{self.name}, {self.schedule.num_ranks} ranks with {num_virtual} stage{'s' * (num_virtual > 1)} each, "
+            f"{name}, {self.schedule.num_ranks} ranks with {num_virtual} stage{'s' * (num_virtual > 1)} each, "
             f"{layers} layers in a stage, {self.schedule.num_microbatches} microbatches"
         )
         if self.step_seconds is None or self.bubble_ratio is None:

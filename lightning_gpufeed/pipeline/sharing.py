@@ -134,8 +134,8 @@ class OutputSharing:
         if self._links.share_number(own, self._source) != own:
             raise ScheduleError(
                 "The ranks of one pipeline were given different batches; expected the same batch on all of them. Let "
-                "Lightning's own sampler distribute (use_distributed_sampler=True), or have a loader of your own shard "
-                "by replica, not by rank."
+                "Lightning's own sampler distribute (use_distributed_sampler=True), have a loader of your own shard "
+                "by replica and not by rank, and draw with the same seed on all of them (seed_everything)."
             )
 
 

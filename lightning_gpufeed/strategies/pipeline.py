@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, optim
@@ -138,6 +140,19 @@ class PipelineStrategy(OutOfOrderStrategy):
             layers = self._session.layers
             self._quiet = QuietStep(self.lightning_module, layers.layers)
             warn_of_batch_norm(layers.names, layers.layers, self._pipeline_options.microbatches)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """With `seed_everything(workers=True)`, workers of all ranks of a pipeline draw the same.
+
+        Args:
+            dataloader: Of this rank.
+
+        Returns:
+            The same one.
+        """
+        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", self) is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank // self._size)
+        return super().process_dataloader(dataloader)
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         """Over replicas, as all ranks of a pipeline have the same values.

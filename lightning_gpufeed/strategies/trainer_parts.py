@@ -97,7 +97,7 @@ def warn_of_batch_norm(names: Iterable[str], layers: Iterable[nn.Module], num_mi
         rank_zero_warn(
             f"{found[0]}{f' and {len(found) - 1} more layers' * (len(found) > 1)} of the pipeline normalise over a "
             f"batch: in training they see one of {num_microbatches} microbatches at a time, so statistics are those of "
-            "a smaller batch. GroupNorm and LayerNorm do not depend on it."
+            "a smaller batch, and running ones move once for each. GroupNorm and LayerNorm do not depend on it."
         )
 
 
