@@ -108,7 +108,7 @@ class Draws:
 
 @contextmanager
 def put_back(device: torch.device) -> Iterator[None]:
-    """Leave torch's generators as they were.
+    """Leave the generators of torch, numpy and Python as they were.
 
     Args:
         device: Whose generator, beside the host's.
@@ -117,8 +117,13 @@ def put_back(device: torch.device) -> Iterator[None]:
         Nothing.
     """
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        yield
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def share_generators(group: Any, root: int, device: torch.device) -> None:

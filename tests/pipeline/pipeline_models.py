@@ -54,6 +54,30 @@ class Opened(nn.Module):
         return nest["hidden"] * nest["factor"], nest["hidden"].argmax(1)
 
 
+class Rounded(nn.Module):
+    """Gives bfloat16 in training and float32 otherwise; takes both."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x.float()))
+        return x.bfloat16() if self.training else x
+
+
+class Precise(nn.Module):
+    """Computes in float32 under autocast too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(self.linear(x.float()))
+
+
 class TwoHeads(nn.Module):
     """A tuple of two outputs, from different parameters."""
 
@@ -63,6 +87,18 @@ class TwoHeads(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.main(x), self.other(x)
+
+
+class Lanes(nn.Module):
+    """Two tensors go in and out, each through a layer of its own; the first one begins both."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.main, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, pair: Any) -> tuple[Tensor, Tensor]:
+        main, other = pair if isinstance(pair, tuple) else (pair, pair)
+        return torch.tanh(self.main(main)), torch.tanh(self.other(other))
 
 
 class Centred(nn.Module):
@@ -135,9 +171,12 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "dropout": dropout,
     "nested": lambda: [*(Masked(8) for _ in range(NUM_LAYERS - 1)), Opened()],
     "noted": lambda: [*(Masked(8) for _ in range(NUM_LAYERS - 1)), Opened()],
+    "rounded": lambda: [Rounded(8) for _ in range(NUM_LAYERS)],
+    "precise": lambda: [Precise(8) for _ in range(NUM_LAYERS)],
     "turned": lambda: [Turned(8) for _ in range(NUM_LAYERS)],
     "channels last": lambda: [layer.to(memory_format=torch.channels_last) for layer in cnn()],
     "two heads": lambda: [*mlp()[1:], TwoHeads(8)],
+    "two lanes": lambda: [Lanes(8) for _ in range(NUM_LAYERS)],
     "batch norm": lambda: mlp(norm=nn.BatchNorm1d),
     "averaged": lambda: [Averaged(8) for _ in range(NUM_LAYERS)],
     "in place": lambda: [layer for _ in range(NUM_LAYERS // 2) for layer in (nn.Linear(8, 8), nn.ReLU(inplace=True))],

@@ -251,10 +251,12 @@ def hooked(schedule: str) -> dict[str, Any]:
     return pipe.result(calls=calls)
 
 
-def adversarial(schedule: str, how: str) -> dict[str, Any]:
-    """The gradient of the batch alone, to make a harder batch of it."""
+def adversarial(schedule: str, how: str, is_second: bool = False) -> dict[str, Any]:
+    """The gradient of the batch alone, to make a harder batch of it; perhaps after another batch of the same step."""
     pipe = Pipe("mlp", schedule)
-    (x, y), *_ = batches("mlp", 1, 8)
+    (x, y), other = batches("mlp", 2, 8)
+    if is_second:
+        pipe.step(*other)
 
     def training_step(x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -288,9 +290,50 @@ def all_frozen(schedule: str) -> dict[str, Any]:
     return pipe.result(first=[first.weight.grad, first.bias.grad])
 
 
+def shared_factor(schedule: str) -> dict[str, Any]:
+    """A part of the input that has no samples, and that learns: all microbatches have it."""
+    pipe = Pipe("nested", schedule)
+    (x, y), *_ = batches("nested", 1, 8)
+    factor = torch.full((1,), 0.7, requires_grad=True)
+
+    def training_step(x: Any, y: Tensor) -> Tensor:
+        return loss_of(pipe.runtime.run({**x, "factor": factor}), y)
+
+    pipe.offer(training_step, x, y)
+    training_step(x, y).backward()
+    return pipe.result(factor=factor.grad)
+
+
+def precise(schedule: str) -> dict[str, Any]:
+    """Forward and loss under autocast, backward not, as Lightning does it."""
+    pipe = Pipe("precise", schedule)
+    (x, y), *_ = batches("mlp", 1, 8)
+
+    def training_step(x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(pipe.runtime.run(x), y)
+
+    pipe.offer(training_step, x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = training_step(x, y)
+    loss.backward()
+    return pipe.result()
+
+
+def other_modes() -> dict[str, Any]:
+    """A batch in training and one of the same form in evaluation, both with gradients."""
+    pipe = Pipe("rounded", "fast_forward")
+    (x, y), other = batches("mlp", 2, 8)
+    pipe.step(x, y.bfloat16())
+    pipe.model.eval()
+    pipe.step(*other)
+    return pipe.result()
+
+
 def siamese(schedule: str = "fast_forward") -> dict[str, Any]:
     """Two calls, one backward; the second is fed with what the first one gave."""
     pipe = Pipe("mlp", schedule)
+    told: list[int] = []
+    pipe.runtime.on_stage_done = told.append
     (x, y), (other, _) = batches("mlp", 2, 8)
 
     def training_step(x: Tensor, y: Tensor) -> Tensor:
@@ -300,7 +343,7 @@ def siamese(schedule: str = "fast_forward") -> dict[str, Any]:
     pipe.offer(training_step, x, y)
     loss = training_step(x, y)
     loss.backward()
-    return pipe.result(loss=loss.detach())
+    return pipe.result(loss=loss.detach(), told=told)
 
 
 def abandoned() -> dict[str, Any]:
@@ -340,9 +383,9 @@ def let_go(schedule: str) -> dict[str, Any]:
     return pipe.result(alive=alive)
 
 
-def unused_head() -> dict[str, Any]:
+def unused_head(model: str = "two heads") -> dict[str, Any]:
     """A part of the output that the loss does not use."""
-    pipe = Pipe("two heads", "fast_forward")
+    pipe = Pipe(model, "fast_forward")
     pipe.step(*batches("mlp", 1, 8)[0])
     return pipe.result()
 
@@ -430,6 +473,12 @@ def nearly_mean(output: Tensor, y: Tensor) -> Tensor:
     return ((output.float() - y.float()).square() * mask).sum() / mask.sum()
 
 
+def few_left_out(output: Tensor, y: Tensor) -> Tensor:
+    """Mean over the elements that count, which are nearly all: gradients of parts are a third of a percent larger."""
+    mask = y <= 2.6
+    return ((output.float() - y.float()).square() * mask).sum() / mask.sum()
+
+
 def coupled(output: Tensor, y: Tensor) -> Tensor:
     """A mean, and a little of what every sample has to do with every other."""
     output, y = output.float(), y.float()
@@ -446,6 +495,7 @@ LOSSES = {
     "raising": raising,
     "without graph": without_graph,
     "nearly a mean": nearly_mean,
+    "few left out": few_left_out,
 }
 
 
@@ -473,6 +523,20 @@ def falling_back(
 
     error = caught(steps)
     return {**pipe.result(losses=losses), "error": error}
+
+
+def masked_words(schedule: str) -> dict[str, Any]:
+    """Words are left out at random before the model."""
+    pipe = Pipe("transformer", schedule)
+    (x, y), *_ = batches("transformer", 1, 8)
+    torch.manual_seed(13)
+
+    def training_step(x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(pipe.runtime.run(torch.where(torch.rand(x.shape) < 0.5, 0, x)), y)
+
+    pipe.offer(training_step, x, y)
+    training_step(x, y).backward()
+    return pipe.result()
 
 
 def augmented(schedule: str) -> dict[str, Any]:
@@ -503,15 +567,21 @@ def scaled(schedule: str) -> dict[str, Any]:
     return pipe.result()
 
 
-def not_a_number(schedule: str) -> dict[str, Any]:
+def with_nothing(output: Tensor, y: Tensor) -> Tensor:
+    """A mean, and a term of the whole batch that counts for nothing as long as it is finite."""
+    return loss_of(output, y) + 0.0 * (output * y.sum()).mean()
+
+
+def not_a_number(schedule: str, loss: str = "mean") -> dict[str, Any]:
     """One batch overflows, as the first ones do in half precision; the next ones do not."""
     pipe = Pipe("mlp", schedule)
     data = batches("mlp", 2, 8)
     data[0][1][0, 0] = float("inf")
-    pipe.step(*data[0])
+    loss_function = with_nothing if loss == "with nothing" else loss_of
+    pipe.step(*data[0], loss=loss_function)
     why = pipe.runtime.why_split
     pipe.optimizer.zero_grad()
-    pipe.step(*data[1])
+    pipe.step(*data[1], loss=loss_function)
     return pipe.result(why=why)
 
 
@@ -578,6 +648,19 @@ def failing_layer(schedule: str, failing_rank: int) -> dict[str, Any]:
     data = batches("mlp", 2, 8)
     pipe.step(*data[0])
     failing.is_failing = True
+    return {"error": caught(lambda: pipe.step(*data[1]))}
+
+
+def other_shapes() -> dict[str, Any]:
+    """A layer gives as many numbers as before, in another shape."""
+    layers = [nn.Linear(8, 8) for _ in range(NUM_LAYERS)]
+    shaping = nn.Unflatten(1, (2, 4))
+    layers[NUM_LAYERS // 2 - 1 : NUM_LAYERS // 2 + 1] = shaping, nn.Flatten()
+    groups = PipelineGroups.create(distributed.get_world_size(), SHORT)
+    pipe = Pipe(nn.Sequential(*layers), "fast_forward", groups=groups)
+    data = batches("mlp", 2, 8)
+    pipe.step(*data[0])
+    shaping.unflattened_size = (4, 2)
     return {"error": caught(lambda: pipe.step(*data[1]))}
 
 

@@ -143,3 +143,14 @@ def test_an_output_without_samples_in_front_is_refused_with_its_shape(output):
 def test_outputs_of_which_only_some_have_a_gradient_have_one_together():
     parts = [torch.zeros(1, 2), torch.zeros(1, 2, requires_grad=True)]
     assert concatenate(parts, (1, 1)).requires_grad
+
+
+def test_a_tensor_is_laid_out_as_another_one_in_the_same_order_of_elements():
+    expected = torch.arange(48.0).reshape(2, 2, 3, 4)
+    like = expected.to(memory_format=torch.channels_last)
+    found = TensorSpec.of(like).laid_out(expected)
+    assert found.stride() == like.stride()
+    assert torch.equal(found, expected)
+    found = TensorSpec.of(expected).laid_out(like)
+    assert found.is_contiguous()
+    assert torch.equal(found, expected)

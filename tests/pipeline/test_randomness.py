@@ -85,3 +85,6 @@ def test_a_layer_whose_hook_may_draw_may_draw():
     layer = nn.Linear(2, 2)
     layer.register_forward_hook(lambda _module, _inputs, output: output + torch.randn_like(output))
     assert may_draw(layer)
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + torch.randn_like(inputs[0]),))
+    assert may_draw(layer)

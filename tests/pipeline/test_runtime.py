@@ -86,7 +86,16 @@ OTHER_BATCHES = [("values", 0), ("order", 2), ("number", 0), ("number", 2), ("sm
 NO_MEANS = [(loss, dtype) for loss in ("nearly a mean", "coupled") for dtype in ("float32", "bfloat16")]
 BOTH_WAYS = ("fast_forward", "one_f_one_b")
 LAYOUTS = [(model, *one) for model in ("turned", "channels last") for one in (("fast_forward", 4), ("zero_bubble", 2))]
-IN_BOTH_WAYS = ("all_frozen", "before_it", "siamese", "let_go", "changed_output", "two_losses")
+IN_BOTH_WAYS = (
+    "all_frozen",
+    "before_it",
+    "siamese",
+    "let_go",
+    "changed_output",
+    "two_losses",
+    "shared_factor",
+    "precise",
+)
 LAST = [(model, *one) for model in ("cnn", "mlp") for one in (("fast_forward", 2), ("one_f_one_b", 1))]
 
 
@@ -117,8 +126,9 @@ def cases_of_two() -> list[dict[str, Any]]:
         *(case(f"{name}, {one}", name, schedule=one) for name in IN_BOTH_WAYS for one in BOTH_WAYS),
         *trainings(LAYOUTS, []),
         *(case(f"adversarial, {how}", "adversarial", schedule="fast_forward", how=how) for how in ("grad", "inputs")),
+        case("adversarial, second", "adversarial", schedule="fast_forward", how="grad", is_second=True),
         case("hooked", "hooked", schedule="fast_forward"),
-        *(case(name, name) for name in ("abandoned", "unused_head", "twice", "without_grad")),
+        *(case(name, name) for name in ("abandoned", "unused_head", "twice", "without_grad", "other_modes")),
         *(case(name, name) for name in ("too_small", "no_samples")),
         *(case(f"note, {kind}", "notes", kind=kind) for kind in ("texts", "nan", "array")),
         *(
@@ -130,15 +140,27 @@ def cases_of_two() -> list[dict[str, Any]]:
         case("rms, autocast", "falling_back", loss="root mean square", schedule=fused, is_autocast=True, model="mlp"),
         case("averaged", "falling_back", loss="root mean square", schedule=fused, model="averaged"),
         *(case(f"{a}, {b}", "falling_back", loss=a, schedule=fused, dtype=b, **noted) for a, b in NO_MEANS),
+        case(
+            "few left out",
+            "falling_back",
+            loss="few left out",
+            schedule=fused,
+            dtype="bfloat16",
+            model="mlp",
+            num_samples=256,
+        ),
         case("coupled, autocast", "falling_back", loss="coupled", schedule=fused, is_autocast=True, **noted),
         *(case(f"{loss}, parts", "falling_back", loss=loss, schedule=fused) for loss in ("raising", "without graph")),
-        *(case(name, name, schedule=fused) for name in ("augmented", "scaled", "not_a_number")),
+        *(case(name, name, schedule=fused) for name in ("augmented", "masked_words", "scaled", "not_a_number")),
+        case("not a number, everywhere", "not_a_number", schedule=fused, loss="with nothing"),
+        case("unused lane", "unused_head", model="two lanes"),
         case("in place", "in_place", model="in place", num_virtual=4),
         case("changes its input", "in_place", model="changes its input"),
         *(
             case(f"other {what}, {number}", "other_batches", what=what, num_before=number)
             for what, number in OTHER_BATCHES
         ),
+        case("other_shapes", "other_shapes"),
         case("infinite", "other_batches", what="infinite", num_before=0),
         *(case(f"failing, {rank}", "failing_layer", schedule="fast_forward", failing_rank=rank) for rank in (0, 1)),
     ]
@@ -424,6 +446,35 @@ def test_a_layer_before_a_frozen_pipeline_gets_its_gradient_with_detect_anomaly_
         assert set(result["grads"].values()) == {None}
 
 
+@pytest.mark.parametrize("schedule", BOTH_WAYS)
+def test_an_input_without_samples_gets_the_gradient_of_all_microbatches(two, schedule):
+    results = two.whole(f"shared_factor, {schedule}")
+    model = build("nested")
+    (x, y), *_ = batches("nested", 1, 8)
+    factor = torch.full((1,), 0.7, requires_grad=True)
+    outputs = [model({**one, "factor": factor})[0] for one in parts(x, sizes_of(8, 4))]
+    loss_of(torch.cat(outputs), y).backward()
+    for result in results:
+        # Four gradients are added up in another order.
+        torch.testing.assert_close(result["factor"], factor.grad, rtol=1e-5, atol=1e-6)
+        assert result["why_split"] is None
+
+
+@pytest.mark.parametrize("schedule", BOTH_WAYS)
+def test_layers_that_leave_autocast_have_gradients_in_full_precision(two, schedule):
+    results = two.whole(f"precise, {schedule}")
+    assert_grads(results, graded("precise", is_fused=schedule in FUSED))  # without any autocast
+    assert results[0]["why_split"] is None
+
+
+def test_types_of_activations_may_be_others_in_evaluation(two):
+    model = build("rounded")
+    (x, y), other = batches("mlp", 2, 8)
+    plain_backward(model, x, y.bfloat16(), 4)
+    plain_backward(model.eval(), *other, 4)
+    assert_grads(two.whole("other_modes"), model)
+
+
 @pytest.mark.parametrize("how", ["grad", "inputs"])
 def test_the_gradient_of_the_input_alone_adds_nothing_to_parameters(two, how):
     (x, y), *_ = batches("mlp", 1, 8)
@@ -432,6 +483,16 @@ def test_the_gradient_of_the_input_alone_adds_nothing_to_parameters(two, how):
     model = build("mlp")
     plain_backward(model, x + 0.1 * leaf.grad.sign(), y, 4)
     assert_grads(two.whole(f"adversarial, {how}"), model)
+
+
+def test_nor_does_it_take_away_what_an_earlier_batch_has_added(two):
+    (x, y), other = batches("mlp", 2, 8)
+    leaf = x.clone().requires_grad_()
+    plain_backward(build("mlp"), leaf, y, 4)
+    model = build("mlp")
+    plain_backward(model, *other, 4)
+    plain_backward(model, x + 0.1 * leaf.grad.sign(), y, 4)
+    assert_grads(two.whole("adversarial, second"), model)
 
 
 def test_hooks_of_parameters_are_called_as_in_a_loop_over_microbatches(two):
@@ -480,6 +541,11 @@ def test_three_calls_before_one_backward_add_up(two, schedule):
     assert torch.equal(results[0]["loss"], loss.detach())
     if schedule in FUSED:
         assert results[0]["why_split"] == "training_step calls the model more than once"
+
+
+@pytest.mark.parametrize("schedule", BOTH_WAYS)
+def test_a_stage_is_told_to_be_complete_after_the_last_of_three_calls_alone(two, schedule):
+    assert [result["told"] for result in two.whole(f"siamese, {schedule}")] == [[0], [1]]
 
 
 def test_a_loss_without_gradients_leaves_nothing_behind(two):
@@ -533,6 +599,10 @@ def test_a_batch_is_let_go_as_soon_as_its_step_is_over(two, schedule):
 
 def test_parameters_that_the_loss_does_not_use_have_no_gradient(two):
     assert_grads(two.whole("unused_head"), graded("two heads"))
+
+
+def test_nor_have_those_on_ranks_before_the_last_one_that_lead_to_what_is_not_used(two):
+    assert_grads(two.whole("unused lane"), graded("two lanes"))
 
 
 @pytest.mark.parametrize("schedule", BOTH_WAYS)
@@ -606,6 +676,16 @@ def test_random_augmentation_falls_back_in_the_same_step_and_says_why(two):
     assert all("as if drawn anew" in result["why_split"] for result in results)
 
 
+def test_words_that_are_left_out_at_random_fall_back_in_the_same_step_and_it_is_said_why(two):
+    results = two.whole("masked_words")
+    model = build("transformer")
+    (x, y), *_ = batches("transformer", 1, 8)
+    torch.manual_seed(13)
+    plain_backward(model, torch.where(torch.rand(x.shape) < 0.5, 0, x), y, 4)
+    assert_grads(results, model)
+    assert all("as if drawn anew" in result["why_split"] for result in results)
+
+
 @pytest.mark.parametrize("loss", ["raising", "without graph"])
 def test_a_training_step_that_cannot_do_with_a_part_falls_back_in_the_same_step_and_says_why(two, loss):
     results = two.whole(f"{loss}, parts")
@@ -637,6 +717,13 @@ def test_a_loss_that_is_nearly_a_mean_is_not_taken_for_one(two, loss, dtype):
     assert_state(results, model)
 
 
+def test_nor_is_one_whose_parts_have_gradients_that_are_a_little_larger_as_a_whole(two):
+    results = two.whole("few left out")
+    assert {result["why_split"] for result in results} == {"the loss of a batch is not the mean of those of its parts"}
+    model, _ = trained("mlp", False, (1, 1), num_samples=256, dtype="bfloat16", loss="few left out")
+    assert_state(results, model)
+
+
 def test_nor_under_autocast(two):
     results = two.whole("coupled, autocast")
     assert all(result["why_split"] for result in results)
@@ -652,6 +739,12 @@ def test_one_batch_that_overflows_does_not_end_fusing(two):
     results = two.whole("not_a_number")
     assert_grads(results, graded("mlp", 1, is_fused=True))
     assert results[0]["why_split"] is None
+
+
+def test_nor_does_one_that_overflows_in_the_whole_batch_and_in_one_part_of_it(two):
+    results = two.whole("not a number, everywhere")
+    assert_grads(results, graded("mlp", 1, is_fused=True))
+    assert [result["why_split"] for result in results] == [None, None]
 
 
 @pytest.mark.parametrize("schedule", ["fast_forward", "one_f_one_b"])
@@ -682,6 +775,12 @@ def test_another_number_of_samples_on_another_rank_is_refused_at_once(two, what,
     errors = two.errors(f"other {what}, {number}")
     expected = "different batches|has 3 samples, and num_microbatches is 4"
     assert any(kind == "ScheduleError" and re.search(expected, text) for kind, text in errors), errors
+
+
+def test_activations_of_another_shape_for_a_batch_of_the_same_are_refused_with_both_shapes(two):
+    kind, text = two.errors("other_shapes")[0]
+    assert kind == "ScheduleError"
+    assert text.startswith("Stage 0 gives (2, 4, 2) float32 where it gave (2, 2, 4) float32")
 
 
 def test_infinite_values_are_no_difference(two):

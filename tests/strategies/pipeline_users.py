@@ -7,12 +7,14 @@ powers of two where results are compared to the last bit: then a mean over a mic
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
@@ -327,6 +329,20 @@ class Augmented(Net):
         return loss
 
 
+class DrawnByOthers(Net):
+    """Draws factors of its loss with numpy and with Python."""
+
+    def __init__(self, **options: Any) -> None:
+        """Seeds: other ones on each rank."""
+        super().__init__(**options)
+        np.random.seed(3 + RANK)
+        random.seed(3 + RANK)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss."""
+        return super().training_step(batch, batch_idx) * (1 + float(np.random.rand()) + random.random())
+
+
 class WholeBatch(Net):
     """A loss that is no mean over samples."""
 
@@ -355,6 +371,17 @@ class Probe(Around):
         super().__init__(**options)
         self.body.requires_grad_(False)
         self.before.requires_grad_(trains_before)
+
+
+class FrozenHead(Around):
+    """Freezes what comes after the layers while a step lasts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss."""
+        self.after.requires_grad_(False)
+        loss = super().training_step(batch, batch_idx)
+        self.after.requires_grad_(True)
+        return loss
 
 
 class Dictionary(Net):
@@ -620,6 +647,25 @@ class Rated(Net):
         return optim.AdamW(parameters, lr=self.lr)
 
 
+class Idle(Net):
+    """Has a parameter that no loss uses, and weights that decay if they have a gradient; its ranks vote."""
+
+    def __init__(self, **options: Any) -> None:
+        """Not used."""
+        super().__init__(**options)
+        self.idle = nn.Parameter(torch.ones(WIDTH))
+
+    def make_optimizer(self, parameters: Any) -> Any:
+        """With decay."""
+        return optim.SGD(parameters, lr=0.05, weight_decay=0.1)
+
+    def on_train_start(self) -> None:
+        """The last of four ranks says yes."""
+        strategy = self.trainer.strategy
+        self.seen += [strategy.reduce_boolean_decision(RANK == 3, all=is_all) for is_all in (True, False)]
+        self.seen += [strategy.reduce_boolean_decision(True), strategy.reduce_boolean_decision(False, all=False)]
+
+
 class AtOtherTimes(Net):
     """Uses the layers in hooks too."""
 
@@ -647,6 +693,7 @@ MODULES: dict[str, type[Net]] = {
         TwoSequentials,
         Counting,
         Augmented,
+        DrawnByOthers,
         WholeBatch,
         OneSided,
         Probe,
@@ -669,6 +716,8 @@ MODULES: dict[str, type[Net]] = {
         Named,
         Toggling,
         NormalisedHead,
+        FrozenHead,
+        Idle,
         AtOtherTimes,
         Rated,
     )

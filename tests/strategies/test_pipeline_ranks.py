@@ -138,6 +138,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "dotted name": {"module": "TwoSequentials", "strategy": {**PLAIN, "pipeline_module": "wrapped.layers"}},
     "augmented": {"module": "Augmented"},
     "augmented, fused": {"module": "Augmented", "strategy": {**FUSED, "schedule": "1f1b", "layers_per_stage": "auto"}},
+    "drawn by others": {"module": "DrawnByOthers"},
+    "drawn by others, fused": {"module": "DrawnByOthers", "strategy": FUSED, **WHOLE},
     "no mean": {"module": "WholeBatch", "strategy": PLAIN},
     "no mean, fused": {"module": "WholeBatch", "strategy": FUSED, "timeout_seconds": SHORT_SECONDS},
     "counting": {"module": "Counting", **TWO_EPOCHS},
@@ -187,6 +189,7 @@ CLOSE: dict[str, dict[str, Any]] = {
     "two calls, fused": {"module": "TwoCalls", "strategy": FUSED},
     "frozen layers": {"module": "Probe"},
     "frozen layers, fused": {"module": "Probe", "strategy": FUSED},
+    "head frozen in a step, fused": {"module": "FrozenHead", "strategy": FUSED},
     "frozen up to the head": {"module": "Probe", "net": {"trains_before": False}},
     "all at once": {
         "strategy": {"num_microbatches": 4, "schedule": "auto"},
@@ -287,6 +290,7 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "tied, manual": {"net": {"body": "tied"}, "module": "Manual"},
     "around": {"module": "Around"},
     "two optimizers": {"module": "TwoOptimizers"},
+    "idle": {"module": "Idle"},
     "recomputed transformer": {
         "net": {"body": "transformer"},
         "strategy": {"activation_checkpointing": True, "layers_per_stage": 1},
@@ -408,6 +412,7 @@ def four(folder: Path, two: Ranks) -> Ranks:
                 }
                 for name, options in {"plain": PLAIN, "fused": FUSED}.items()
             },
+            "statistics of replicas": {**OF_REPLICAS, "net": {"body": "normalised"}},
             "shuffled replicas": {"data": "shuffled", "sizes": (48, 8), **TWO_EPOCHS},
             "from two stages": {**resumed, "strategy": {**PLAIN, "pipeline_size": 4}},
             "dropping": {"net": {"body": "dropping"}, "strategy": {**PLAIN, "pipeline_size": 4}},
@@ -608,6 +613,8 @@ def test_losses_that_cannot_be_split_are_said_to_be_so_once(two):
 
 def test_schedules_that_begin_backward_early_do(two):
     names = ["all calls, fused", "dictionary, fused", "counting, fused", "recomputed, fused", "around, fused"]
+    names += ["16-mixed, fused", "head frozen in a step, fused"]
+    names += [name for name, cell in MATRIX.items() if cell.schedule in ("1f1b", "zbv")]  # accumulated too
     assert [two[name][0]["plan"]["why_split"] for name in names] == [None] * len(names)
 
 
@@ -665,6 +672,17 @@ def test_two_replicas_of_two_stages_are_as_one_device_with_twice_the_batch(four,
         for key in ("mean", "mean_epoch", "val", "total", "samples", "val_samples", "error_epoch", "largest"):
             if key in one["metrics"]:
                 assert not differences(one["metrics"][key].double(), other["metrics"][key].double(), 1e-6), key
+
+
+def test_ranks_of_all_replicas_decide_together(four):
+    assert [result["seen"] for result in four["replicas, idle"]] == [[False, True, True, False]] * 4
+
+
+def test_statistics_of_batches_are_those_of_the_first_replica_in_validation(four):
+    first, *others = (result["state"]["weights"] for result in four["statistics of replicas"])
+    assert any("running_mean" in name for name in first)
+    for other in others:
+        assert not differences(first, other)
 
 
 def test_shuffled_replicas_see_each_sample_once_and_ranks_of_a_pipeline_the_same(four):
