@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lightning_gpufeed.pipeline.simulate import Send
+from lightning_gpufeed.pipeline.simulate import Send, check_numbers
 
 __all__ = ["Link", "fit_link", "probe_link"]
 
@@ -52,9 +52,7 @@ class Link:
         Raises:
             ValueError: One is negative or no finite number.
         """
-        for name, value in vars(self).items():
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}; expected a finite number, at least 0.")
+        check_numbers(vars(self))
 
     def seconds(self, num_bytes: int) -> float:
         """How long one message takes.

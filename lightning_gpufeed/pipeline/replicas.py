@@ -48,10 +48,6 @@ class GradientMean:
         for one in finish:
             one()
 
-    def discard(self) -> None:
-        """Forget what is on its way."""
-        self._finish = []
-
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Any) -> None:
     """Sum gradients over ranks, and wait: of weights that layers on several ranks share.

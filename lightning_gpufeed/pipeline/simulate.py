@@ -15,14 +15,28 @@ gradient, and is not counted any more.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_gpufeed.pipeline.action import Action
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.pipeline.validate import in_order
 
-__all__ = ["Clock", "Send", "Sends", "Span", "StageCosts", "Timeline", "each_send", "simulate"]
+__all__ = ["Clock", "Send", "Sends", "Span", "StageCosts", "Timeline", "check_numbers", "each_send", "simulate"]
+
+
+def check_numbers(numbers: Mapping[str, float]) -> None:
+    """Make sure that times and sizes are some.
+
+    Args:
+        numbers: By name.
+
+    Raises:
+        ValueError: One is negative or no finite number.
+    """
+    for name, value in numbers.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}; expected a finite number, at least 0.")
 
 
 @dataclass(frozen=True)
@@ -99,9 +113,7 @@ class StageCosts:
         Raises:
             ValueError: One is negative or no finite number.
         """
-        for name, value in vars(self).items():
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}; expected a finite number, at least 0.")
+        check_numbers(vars(self))
 
     @property
     def compute_seconds(self) -> float:
