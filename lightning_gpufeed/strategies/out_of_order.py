@@ -124,20 +124,20 @@ class OutOfOrderStrategy(DDPStrategy):
         self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes)
         check_others(kwargs)
         check_verify_every(verify_every)
-        asked = (
-            pipeline_size,
-            num_microbatches,
-            schedule,
-            layers_per_stage,
-            memory_cap_bytes,
-            activation_checkpointing,
+        asked = PipelineOptions(
+            pipeline_size, num_microbatches, schedule, layers_per_stage, memory_cap_bytes, activation_checkpointing
         )
-        self._pipeline_options = pipeline_options(PipelineOptions(*asked), pipeline_module, self._options, verify_every)
+        self._pipeline_options = pipeline_options(asked, pipeline_module, self._options, verify_every)
         self._pipeline_module = pipeline_module
-        if self._pipeline_options is not None and type(self) is OutOfOrderStrategy:
+        if self._pipeline_options is not None:
             from lightning_gpufeed.strategies.pipeline import PipelineStrategy  # which is one of these
 
-            self.__class__ = PipelineStrategy
+            if type(self) is OutOfOrderStrategy:
+                self.__class__ = PipelineStrategy
+            if not isinstance(self, PipelineStrategy):
+                raise ValueError(
+                    f"{type(self).__name__} has a pipeline_size; expected it derived from PipelineStrategy."
+                )
         self._verify_every, self._num_steps = verify_every, 0
         self._find_unused_parameters, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         super().__init__(
