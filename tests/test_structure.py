@@ -37,6 +37,7 @@ ABOUT_A_PART = {
     "datamodules/test_distributed.py",
     "gpu/test_feed_gpu.py",
     "hdf5/test_corpus.py",
+    "hdf5/test_wild.py",
 }
 
 ADAPTERS = {"callbacks", "datamodules", "strategies"}  # the only parts that may import Lightning, beside ...

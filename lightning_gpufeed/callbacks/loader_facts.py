@@ -211,8 +211,8 @@ def _own_files(loader: H5Loader) -> Iterable[FileFacts]:
             chunk_shape=layout.chunk_shape,
             chunk_samples=layout.chunk_rows or 1,
             filters=tuple(layout.filters),
-            is_direct=layout.engine is Engine.RAW,
-            order=str(loader.shuffle),
+            is_direct=layout.engine is Engine.RAW or loader.source.fits_cache,
+            order=str(getattr(loader.shuffle, "order", loader.shuffle)),
         )
 
 

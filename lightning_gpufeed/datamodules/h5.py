@@ -11,25 +11,28 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_gpufeed.datamodules.loading import (
+    ahead_device,
+    count_samples,
+    describe_loader,
+    make_loader,
+    stage_splits,
+)
 from lightning_gpufeed.datamodules.resume import is_latest_in_work, shift_batch_progress
 from lightning_gpufeed.device.feed import FeedStatistics
 from lightning_gpufeed.device.transfer import device_of
-from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, whole_number
+from lightning_gpufeed.hdf5.columns import WeightChoice
+from lightning_gpufeed.hdf5.folds import choose_fold
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.order import parse_shuffle
 from lightning_gpufeed.hdf5.source import Batch, H5Source
-from lightning_gpufeed.hdf5.splits import H5Splits, Paths
+from lightning_gpufeed.hdf5.splits import H5Splits, Paths, Samples, fields_by_name
+from lightning_gpufeed.hdf5.weights import Weights
 
 __all__ = ["ALL_SPLITS", "H5DataModule"]
 
-_STAGE_SPLITS: dict[str, tuple[Split, ...]] = {
-    "fit": ("train", "val"),
-    "validate": ("val",),
-    "test": ("test",),
-    "predict": ("predict",),
-}
 ALL_SPLITS: tuple[Split, ...] = ("train", "val", "test", "predict")
 
 
@@ -48,9 +51,15 @@ class H5DataModule(LightningDataModule):
     ==================  =====================================================================================
     a path, or several  those files, several as one dataset
     a float             that fraction of the training samples, chosen by `seed` (by class: `stratify_by`)
-    a list of ints      those samples of the training files
+    a list of ints      those samples of the training files; of booleans: those it marks; the name of a dataset of
+                        these files: as it says, in either way
     None                the arrays of the training file whose names say so (`x_test`, `test/images`), if any
     ==================  =====================================================================================
+
+    With `sample_weights` an epoch is not every training sample once but draws with replacement; the ranks share
+    these in the same way, and they resume as exactly. With `fold` a part of the training samples is for validation:
+    the fold of a column of the file, or one of folds that are made by `seed`, the same on every rank. Datasets named
+    as weights, folds or sample numbers are part of a batch only if `keys` names them.
 
     ====================================  ===================================================================
     Hook                                  what it does
@@ -70,27 +79,38 @@ class H5DataModule(LightningDataModule):
     Example:
         >>> dm = H5DataModule("train.h5", val=0.1, keys=["x", "y"], batch_size=256)    # doctest: +SKIP
         >>> Trainer(max_epochs=5).fit(model, datamodule=dm)                            # doctest: +SKIP
+        >>> H5DataModule("train.h5", val="val.h5", sample_weights="balanced")          # doctest: +SKIP
+        >>> H5DataModule("train.h5", num_folds=5, fold=0, group_by="patient")          # doctest: +SKIP
     """
 
     def __init__(
         self,
         train: Paths | None = None,
         *,
-        val: float | Sequence[int] | Paths | None = None,
-        test: float | Sequence[int] | Paths | None = None,
-        predict: Sequence[int] | Paths | None = None,
+        val: float | Samples | Paths | None = None,
+        test: float | Samples | Paths | None = None,
+        predict: Samples | Paths | None = None,
         keys: Mapping[str, str] | Sequence[str] | None = None,
         batch_size: int = 64,
         eval_batch_size: int | None = None,
         shuffle: bool | str | None = "full",
         seed: int = 0,
         drop_last: bool = False,
-        train_indices: Sequence[int] | None = None,
+        train_indices: Samples | str | None = None,
         stratify_by: str | None = None,
+        sample_weights: Weights | None = None,
+        samples_per_epoch: int | None = None,
+        weight_by: str | None = None,
+        fold: int | None = None,
+        folds: Sequence[int] | str | None = None,
+        num_folds: int | None = None,
+        group_by: str | None = None,
         device_transform: Callable[[Any], Any] | None = None,
         eval_device_transform: Callable[[Any], Any] | None = None,
         num_slots: int = 2,
         pin_memory: bool | None = None,
+        isolate: bool = False,
+        copy_ahead: bool = False,
     ) -> None:
         """Note the arguments; files are opened in `setup`.
 
@@ -104,17 +124,28 @@ class H5DataModule(LightningDataModule):
             batch_size: Samples per rank and training step.
             eval_batch_size: The same for the other stages, None takes `batch_size`.
             shuffle: Training order: "full", "window", "window:N" or None. The other stages keep the file's order.
-            seed: Decides the training order and the fractions.
+            seed: Decides the training order, the draws, the fractions, and the folds that are made.
             drop_last: Leave out training samples that do not fill a step on every rank.
-            train_indices: Use only these samples of `train` (fractions are then taken from them).
-            stratify_by: Field of class numbers that fractions keep the proportions of.
+            train_indices: Use only these samples of `train` (fractions are then taken from them): numbers, a mask, or
+                the name of a dataset that holds either.
+            stratify_by: Field of class numbers that fractions, and folds that are made, keep the proportions of.
+            sample_weights: Draw training samples with replacement by these: one number for each sample of `train`, the
+                name of the field or dataset that holds them, class -> weight, or "balanced": every class equally often.
+            samples_per_epoch: Draws in an epoch, with `sample_weights`; None for as many as there are samples.
+            weight_by: Field of the classes that `sample_weights` speaks of; None takes `stratify_by`, or finds it.
+            fold: Which fold of the training samples is for validation, in place of `val`.
+            folds: Fold number of each sample of `train`, or the name of the field or dataset that holds them.
+            num_folds: Make so many folds, by `seed`, if there are none.
+            group_by: Field or dataset whose equal values stay in one of the folds that are made, such as the patient.
             device_transform: Called with each training batch on the device; returns the batch to use.
             eval_device_transform: The same for the other stages.
             num_slots: Batches read ahead.
             pin_memory: Page-locked host buffers; None means yes with a GPU.
+            isolate: Read in a process of its own: for training loops that hold the interpreter lock.
+            copy_ahead: Copy training batches to the device ahead of their step, on a stream of their own.
 
         Raises:
-            ValueError: An argument is out of range.
+            ValueError: An argument is out of range, or two do not fit together.
         """
         super().__init__()
         self.batch_size = whole_number("batch_size", batch_size, 1)
@@ -125,6 +156,7 @@ class H5DataModule(LightningDataModule):
         self.drop_last = drop_last
         self.device_transform = device_transform
         self.eval_device_transform = eval_device_transform
+        self._weights = WeightChoice(sample_weights, samples_per_epoch, weight_by or stratify_by)
         self._splits = H5Splits(
             {"train": train, "val": val, "test": test, "predict": predict},
             keys=keys,
@@ -132,9 +164,13 @@ class H5DataModule(LightningDataModule):
             train_indices=train_indices,
             seed=seed,
             stratify_by=stratify_by,
+            fold=choose_fold(fold, folds, num_folds, group_by),
+            columns=[self._weights.column] if self._weights.column else [],
         )
         self._num_slots = whole_number("num_slots", num_slots, 1)
         self._pin_memory = pin_memory
+        self._isolate = isolate
+        self._copy_ahead = copy_ahead
         self._loaders: dict[Split, H5Loader] = {}
         self._resumed: dict[str, Any] | None = None
         self._is_described = False
@@ -157,15 +193,14 @@ class H5DataModule(LightningDataModule):
             for split in ALL_SPLITS:
                 self._splits.get(split)
             return
-        # The Trainer gives an enumeration whose members compare equal to these names.
-        name = next((name for name in _STAGE_SPLITS if stage == name), None)
-        if name is None:
-            raise ValueError(f"stage is {stage!r}; expected one of {', '.join(_STAGE_SPLITS)}.")
-        if name == "fit":
+        if stage == "fit":
             self._resumed = None
-        for split in _STAGE_SPLITS[name]:
-            if self._splits.get(split) is None and (name, split) != ("fit", "val"):
+        for split in stage_splits(stage):
+            found = self._splits.get(split)
+            if found is None and (stage, split) != ("fit", "val"):
                 raise ValueError(self._no_data(split))
+            if found is not None and split == "train":
+                self._weights.read(*found)
         # Without validation data the hook has to look like one that was never written: the Trainer then says
         # nothing of it, as with any DataModule that has none.
         self.__dict__.pop("val_dataloader", None)
@@ -176,15 +211,7 @@ class H5DataModule(LightningDataModule):
         self, path: str, split: Split, arrays: Sequence[ArrayInfo], is_own_file: bool
     ) -> dict[str, str] | None:
         """Field name -> key, from the arrays of one split, when no keys are named."""
-        fields: dict[str, str] = {}
-        for array in arrays:
-            if array.field_name in fields:
-                raise LayoutError(
-                    f"{path}: {fields[array.field_name]!r} and {array.key!r} both could be the field "
-                    f"{array.field_name!r} of {split!r}. Name the datasets with keys=."
-                )
-            fields[array.field_name] = array.key
-        return fields
+        return fields_by_name(path, split, arrays)
 
     # Loaders ---------------------------------------------------------------------------------------------
 
@@ -241,56 +268,38 @@ class H5DataModule(LightningDataModule):
         found = self._splits.get(split)
         if found is None:
             raise ValueError(self._no_data(split))
-        source, indices = found
+        source, _ = found
         is_train = split == "train"
-        trainer: Any = self.trainer
-        is_overfitting = trainer is not None and trainer.overfit_batches > 0
-        world_size, rank = self._share()
-        batch_size = self.batch_size if is_train else self.eval_batch_size or self.batch_size
-        if not is_train:
-            # One smaller batch is nothing to warn about here.
-            num_samples = source.num_samples if indices is None else len(indices)
-            batch_size = min(batch_size, max(1, -(-num_samples // world_size)))
-        loader = self._make_loader(
+        loader = make_loader(
             split,
-            source,
-            batch_size,
-            # Overfitting means the same batches every time.
-            shuffle=self.shuffle if is_train and not is_overfitting else None,
+            found,
+            self.trainer,
+            self.batch_size if is_train else self.eval_batch_size or self.batch_size,
+            shuffle=self.shuffle,
+            weights=self._weights.read(*found) if is_train else None,
+            samples_per_epoch=self._weights.samples_per_epoch,
             seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=self.drop_last and is_train,
-            indices=indices,
+            drop_last=self.drop_last,
             num_slots=self._num_slots,
             pin_memory=self._pin_memory,
+            isolate=self._isolate and is_train,
+            device=ahead_device(self.trainer) if is_train and self._copy_ahead else None,
             to_batch=self._to_batch(source),
         )
         loader.on_batch = partial(setattr, self, "_latest_split", split)
+        source.on_way = rank_zero_info
         if split in self._loaders:
             self._loaders[split].close()
         self._loaders[split] = loader
         # One line, for the data that the run is about.
+        trainer: Any = self.trainer
         if not self._is_described and (split != "val" or trainer is None or trainer.state.fn != "fit"):
             self._is_described = True
-            text = "; ".join(source.engine_lines)
-            rank_zero_info(f"{type(self).__name__}: {loader.num_samples} {split} samples; {text}")
+            rank_zero_info(f"{type(self).__name__}: {describe_loader(split, found, loader)}")
         return loader
-
-    def _make_loader(self, split: Split, source: H5Source, batch_size: int, **options: Any) -> H5Loader:
-        """A loader; what is wrong with it names the split."""
-        try:
-            return H5Loader(source, batch_size, **options)
-        except ValueError as error:
-            raise ValueError(f"{split} data ({', '.join(source.paths)}): {error}") from error
 
     def _no_data(self, split: Split) -> str:
         return f"{type(self).__name__} has no {split} data: give {split}=, or arrays whose names say {split!r}."
-
-    def _share(self) -> tuple[int, int]:
-        """Number of data-parallel ranks and which one this is, as the strategy says."""
-        share = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        return (1, 0) if share is None else (int(share["num_replicas"]), int(share["rank"]))
 
     def _to_batch(self, source: H5Source) -> Callable[[Batch], Any] | None:
         """What turns the dict into the batch of a step; None leaves the dict."""
@@ -310,9 +319,8 @@ class H5DataModule(LightningDataModule):
     def __str__(self) -> str:
         """The splits known so far, with their sizes."""
         parts = []
-        for split, (source, indices) in self._splits.opened().items():
-            num_samples = source.num_samples if indices is None else len(indices)
-            parts.append(f"{split}: {num_samples} samples of {', '.join(source.paths)}")
+        for split, found in self._splits.opened().items():
+            parts.append(f"{split}: {count_samples(found)} samples of {', '.join(found[0].paths)}")
         return f"{type(self).__name__}(batch_size={self.batch_size}; {'; '.join(parts) or 'not set up yet'})"
 
     # On the device ---------------------------------------------------------------------------------------

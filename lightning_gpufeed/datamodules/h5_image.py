@@ -11,15 +11,19 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.datamodules.h5 import ALL_SPLITS, H5DataModule
+from lightning_gpufeed.datamodules.normalisation import (
+    compute_on_all_ranks,
+    find_normalisation,
+    training_statistics,
+)
 from lightning_gpufeed.device.images import ImagePreparation
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.image_field import affine_of, class_names_of, common_layout, image_layout, per_channel
+from lightning_gpufeed.hdf5.image_field import affine_of, class_names_of, common_layout, image_layout
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, find_image_key, find_label_key, list_arrays
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
-from lightning_gpufeed.hdf5.quantize import Affine
 from lightning_gpufeed.hdf5.source import Batch, H5Source
-from lightning_gpufeed.hdf5.splits import Paths
-from lightning_gpufeed.hdf5.statistics import channel_statistics
+from lightning_gpufeed.hdf5.splits import Paths, Samples
+from lightning_gpufeed.hdf5.weights import Weights
 
 __all__ = ["H5ImageDataModule"]
 
@@ -53,9 +57,9 @@ class H5ImageDataModule(H5DataModule):
         self,
         train: Paths | None = None,
         *,
-        val: float | Sequence[int] | Paths | None = None,
-        test: float | Sequence[int] | Paths | None = None,
-        predict: Sequence[int] | Paths | None = None,
+        val: float | Samples | Paths | None = None,
+        test: float | Samples | Paths | None = None,
+        predict: Samples | Paths | None = None,
         image_key: str | None = None,
         label_key: str | None = None,
         extra_keys: Sequence[str] = (),
@@ -69,12 +73,20 @@ class H5ImageDataModule(H5DataModule):
         shuffle: bool | str | None = "full",
         seed: int = 0,
         drop_last: bool = False,
-        train_indices: Sequence[int] | None = None,
+        train_indices: Samples | str | None = None,
         stratify: bool = False,
+        sample_weights: Weights | None = None,
+        samples_per_epoch: int | None = None,
+        fold: int | None = None,
+        folds: Sequence[int] | str | None = None,
+        num_folds: int | None = None,
+        group_by: str | None = None,
         device_transform: Callable[..., Any] | None = None,
         eval_device_transform: Callable[..., Any] | None = None,
         num_slots: int = 2,
         pin_memory: bool | None = None,
+        isolate: bool = False,
+        copy_ahead: bool = False,
     ) -> None:
         """Note the arguments; files are opened in `setup`.
 
@@ -96,15 +108,24 @@ class H5ImageDataModule(H5DataModule):
             batch_size: Samples per rank and training step.
             eval_batch_size: The same for the other stages, None takes `batch_size`.
             shuffle: Training order: "full", "window", "window:N" or None.
-            seed: Decides the training order and the fractions.
+            seed: Decides the training order, the draws, the fractions, and the folds that are made.
             drop_last: Leave out training samples that do not fill a step on every rank.
             train_indices: Use only these samples of `train`.
-            stratify: Fractions keep the proportions of the classes.
+            stratify: Fractions, and folds that are made, keep the proportions of the classes.
+            sample_weights: Draw training samples by these; "balanced" draws every class equally often. As in
+                `H5DataModule`; classes may be given by name too.
+            samples_per_epoch: Draws in an epoch, with `sample_weights`.
+            fold: Which fold is for validation.
+            folds: Fold number of each sample, or the name of the dataset that holds them.
+            num_folds: Make so many folds.
+            group_by: Dataset whose equal values stay in one of the folds that are made.
             device_transform: Called with the images of each training batch on the device, returns the images to use.
                 Where the label is a mask it is called with `(images, masks)` and returns both.
             eval_device_transform: The same for the other stages.
             num_slots: Batches read ahead.
             pin_memory: Page-locked host buffers; None means yes with a GPU.
+            isolate: Read in a process of its own: for training loops that hold the interpreter lock.
+            copy_ahead: Copy training batches to the device ahead of their step, on a stream of their own.
 
         Raises:
             ValueError: An argument is out of range.
@@ -122,10 +143,19 @@ class H5ImageDataModule(H5DataModule):
             drop_last=drop_last,
             train_indices=train_indices,
             stratify_by="label" if stratify else None,
+            sample_weights=sample_weights,
+            samples_per_epoch=samples_per_epoch,
+            weight_by="label",
+            fold=fold,
+            folds=folds,
+            num_folds=num_folds,
+            group_by=group_by,
             device_transform=device_transform,
             eval_device_transform=eval_device_transform,
             num_slots=num_slots,
             pin_memory=pin_memory,
+            isolate=isolate,
+            copy_ahead=copy_ahead,
         )
         if image_layout not in ("auto", "NCHW", "NHWC", "NHW"):
             raise ValueError(f"image_layout={image_layout!r}; expected 'auto', 'NCHW', 'NHWC' or 'NHW'.")
@@ -204,7 +234,8 @@ class H5ImageDataModule(H5DataModule):
             known = {array.key: array for array in list_arrays(path)}
             if name not in known:  # opening it says so, with the keys there are
                 return {"image" if image_key else "label": name}
-            arrays = [array for array in known.values() if array.split == known[name].split]
+            belonging = [array for array in known.values() if array.split == known[name].split]
+            arrays = [array for array in belonging if not self._splits.is_column(array)]
         arrays = [array for array in arrays if array.key not in extra.values()]
         if image_key is None:
             image_key = find_image_key(path, [array for array in arrays if array.key != label_key])
@@ -265,74 +296,23 @@ class H5ImageDataModule(H5DataModule):
 
     def _normalisation(self) -> dict[str, tuple[float, ...] | None]:
         """Mean and standard deviation: given, of the training file, or computed; found once."""
-        if self._mean_and_std is not None:
-            return self._mean_and_std
-        layout = self._layout_of("image")
-        assert layout is not None
-        computed = None
-        # A channel that never changes has no spread to divide by, and stays as it is.
-        values: dict[str, tuple[float, ...] | None] = {}
-        given: tuple[tuple[str, Any], ...] = (("mean", self._mean), ("std", self._std))
-        for name, value in given:
-            if isinstance(value, str) and value != "auto":
-                raise ValueError(f"{name} is {value!r}; expected numbers, 'auto' or None.")
-            is_auto = isinstance(value, str)
-            if value is None or is_auto:
-                stored = layout.attributes.get(name)
-                if stored is None and is_auto:
-                    computed = computed if computed is not None else self._statistics_on_all_ranks()
-                    stored = computed[name]
-                value = stored if stored is None or name == "mean" else np.where(np.asarray(stored) == 0, 1.0, stored)
-            where = name if self.__dict__[f"_{name}"] is value else f"attribute {name} of {layout.path} {layout.key!r}"
-            values[name] = None if value is None else per_channel(where, value, self.image_shape[0])
-        is_scaled = layout.dtype.kind == "u" and affine_of(layout) is None
-        if values["mean"] is not None and is_scaled and max(values["mean"]) > 1:
-            raise ValueError(
-                f"mean is {values['mean']}, but images are scaled to 0..1 before it is subtracted. Divide mean and "
-                f"std by {np.iinfo(layout.dtype).max}."
-            )
-        if values["std"] is not None and min(values["std"]) <= 0:
-            raise ValueError(f"std is {values['std']}; expected numbers above 0.")
-        self._mean_and_std = values
-        return values
+        if self._mean_and_std is None:
+            layout = self._layout_of("image")
+            assert layout is not None
+            given = {"mean": self._mean, "std": self._std}
+            self._mean_and_std = find_normalisation(given, layout, self.image_shape[0], self._statistics)
+        return self._mean_and_std
+
+    def _statistics(self) -> dict[str, Any]:
+        """Mean and standard deviation of the training images, the same on every rank."""
+        return compute_on_all_ranks(
+            self.trainer, lambda: training_statistics(self._splits.get("train"), self._image_layout)
+        )
 
     def _precision(self) -> torch.dtype:
         """Type of the images for the Trainer's precision; autocast works from float32."""
         precision = "32" if self.trainer is None else str(self.trainer.precision)
         return next((dtype for name, dtype in _TRUE_PRECISIONS.items() if precision.startswith(name)), torch.float32)
-
-    def _statistics_on_all_ranks(self) -> dict[str, Any]:
-        """Compute on rank 0, give to all; an error there is an error everywhere, not a hang."""
-        trainer = self.trainer
-        if trainer is None or trainer.world_size == 1:
-            return self._statistics()
-        result: dict[str, Any] = {}
-        error: Exception | None = None
-        if trainer.is_global_zero:
-            try:
-                result = self._statistics()
-            except Exception as raised:
-                error = raised
-                result = {"error": str(raised)}
-        result = trainer.strategy.broadcast(result)
-        if error is not None:
-            raise error
-        if "error" in result:
-            raise LayoutError(result["error"])
-        return result
-
-    def _statistics(self) -> dict[str, Any]:
-        """Mean and standard deviation of the scaled training images."""
-        found = self._splits.get("train")
-        if found is None:
-            raise ValueError("mean or std is 'auto', which is computed over the training data, but train= is missing.")
-        source, indices = found
-        layout = common_layout(source)
-        affine = affine_of(layout)
-        if affine is None and layout.dtype == np.uint16:
-            affine = Affine(1 / 65535, 0.0)
-        mean, std = channel_statistics(source, "image", image_layout(layout, self._image_layout), indices, affine)
-        return {"mean": mean.tolist(), "std": std.tolist()}
 
     # Batches ---------------------------------------------------------------------------------------------
 

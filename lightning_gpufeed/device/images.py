@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from lightning_gpufeed.device.byte_lookup import ByteTable
 
 __all__ = ["ImageLayout", "ImagePreparation"]
 
 ImageLayout = Literal["NCHW", "NHWC", "NHW"]
+
+_WORTH_A_TABLE = 1024
+"""Values a channel from which on a table of 256 is worth its making."""
+
+_TABLE_DEVICES = ("cpu", "cuda")
 
 _FULL_SCALE = {torch.uint8: 255.0, torch.uint16: 65535.0, torch.bool: 1.0}
 
@@ -21,6 +28,8 @@ class ImagePreparation:
     In float32 the result is bitwise what dividing by 255, subtracting the mean and dividing by the standard
     deviation give one after the other, which is also what torchvision's `ToTensor` and `Normalize` do. Half
     precision is rounded once, from that; float64 is computed in float64.
+
+    Bytes are looked up in a table of these results, in one pass; everything else takes a pass a step.
 
     All work happens on the batch's device and its current stream, without host synchronisation after the
     first batch on a device.
@@ -46,6 +55,11 @@ class ImagePreparation:
     _constants: dict[tuple[torch.device, torch.dtype, tuple[float, ...]], torch.Tensor] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _tables: dict[tuple[Any, ...], ByteTable] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is computed again where it is needed."""
+        return {**self.__dict__, "_constants": {}, "_tables": {}}
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Prepare a batch; the batch itself is not changed.
@@ -60,6 +74,18 @@ class ImagePreparation:
             images = images.permute(0, 3, 1, 2)
         elif self.layout == "NHW":
             images = images.unsqueeze(1)
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        is_worth_it = images.numel() >= _WORTH_A_TABLE * images.shape[1]
+        if images.dtype is torch.uint8 and images.device.type in _TABLE_DEVICES and is_worth_it:
+            key = (images.device, images.shape[1], self.dtype, self.mean, self.std, self.scale, self.offset)
+            if key not in self._tables:
+                self._tables[key] = ByteTable(self._in_steps, images.shape[1], images.device)
+            if self._tables[key].is_usable:
+                return self._tables[key].look_up(images, memory_format)
+        return self._in_steps(images)
+
+    def _in_steps(self, images: torch.Tensor) -> torch.Tensor:
+        """The preparation as it is defined: (N, C, H, W) of any type, a pass for each step."""
         working = torch.float64 if self.dtype is torch.float64 else torch.float32
         memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         # One pass changes type and memory order together; from here on the tensor is ours to change in place.

@@ -183,7 +183,7 @@ class FileFacts:
         chunk_shape: None unless chunked.
         chunk_samples: Samples that share a chunk; 1 where each can be read alone.
         filters: Compression and other filters, by name.
-        is_direct: Whether samples are copied straight from the file, without HDF5.
+        is_direct: Whether samples are copied straight from the file, or from memory that holds all of it decoded.
         order: How the loader goes through it: "full", "window:N", "none"; None if not known.
         command: The line to type that would make the file fast; None if it is, or if that is not known.
         cached_share: Share of the file in the page cache, 0 to 1; None if not known.

@@ -103,7 +103,7 @@ def _file(file: FileFacts) -> str:
         ("dataset", dataset),
         ("chunks", chunks),
         ("filters", ", ".join(map(escaped, file.filters)) or "none"),
-        ("read", "straight from the file" if file.is_direct else "through HDF5"),
+        ("read", "straight from the file" if file.is_direct else "chunk by chunk"),
         ("order", UNKNOWN if file.order is None else escaped(file.order)),
         ("in the page cache", percent_text(file.cached_share)),
     ]

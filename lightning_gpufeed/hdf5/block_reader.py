@@ -15,14 +15,13 @@ import torch
 
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import open_file, open_h5_dataset
-from lightning_gpufeed.hdf5.layout import H5DatasetLayout, Storage
+from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.plan import BlockRead, plan_block_reads
+from lightning_gpufeed.hdf5.row_blocks import block_rows
 
 __all__ = ["BlockReader", "refuse_changed_surroundings"]
 
 Indices = npt.NDArray[np.int64]
-
-_SMALL_BLOCK_BYTES = 1 << 20
 
 
 class BlockReader:
@@ -40,7 +39,7 @@ class BlockReader:
         """
         self._layouts = list(layouts)
         self._num_samples = [layout.num_samples for layout in layouts]
-        self._block_rows = [_block_rows(layout) for layout in layouts]
+        self._block_rows = [block_rows(layout) for layout in layouts]
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._cache: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
@@ -75,6 +74,14 @@ class BlockReader:
         # Looked at afterwards: what is whole now was whole when it was read.
         for number in {read.file_index for read in reads}:
             refuse_changed_surroundings(self._layouts[number])
+
+    def expect(self, indices: Indices, batch_samples: int = 1) -> None:
+        """Not made use of: HDF5 works for one thread at a time.
+
+        Args:
+            indices: int64 (n,) sample numbers.
+            batch_samples: Samples read at a time.
+        """
 
     def _block(self, read: BlockRead) -> torch.Tensor:
         """One block as uint8 (rows, sample_bytes), from the cache or the file."""
@@ -135,6 +142,9 @@ class BlockReader:
             self._open[file_index] = open_h5_dataset(h5_file, layout.key)
         return self._open[file_index]
 
+    def rest(self) -> None:
+        """There are no threads."""
+
     def close(self) -> None:
         """Close the files and drop the cache."""
         with self._lock:
@@ -168,10 +178,3 @@ def refuse_changed_surroundings(layout: H5DatasetLayout) -> None:
             f"{layout.path}: dataset {layout.key!r} names files relative to {layout.directory}, but the current "
             f"directory is now {os.getcwd()}; HDF5 would not find them. Stay in the directory, or store absolute names."
         )
-
-
-def _block_rows(layout: H5DatasetLayout) -> int:
-    """Rows per read: one row of chunks, or about a megabyte where there are no chunks."""
-    if layout.storage is Storage.CHUNKED:
-        return layout.chunk_rows
-    return max(1, min(layout.num_samples, _SMALL_BLOCK_BYTES // max(1, layout.sample_bytes)))

@@ -14,10 +14,12 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.errors import FeedError
+from lightning_gpufeed.hdf5 import mapped_guard
+from lightning_gpufeed.hdf5.byte_file import refuse_changed, shorter_text
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.plan import GatherTable
 
-__all__ = ["GatherReader"]
+__all__ = ["GatherReader", "explain_limit", "file_size"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -79,7 +81,7 @@ class GatherReader:
             out: (n, *sample_shape), contiguous, host memory.
 
         Raises:
-            FeedError: The reader is closed, or a file became shorter: reading on would kill the process.
+            FeedError: The reader is closed, or a file became shorter or unreadable. What is in `out` is then undefined.
         """
         # Held here until the copy is done, whatever another thread closes meanwhile.
         mapping = self._mapping
@@ -88,9 +90,14 @@ class GatherReader:
         if not out.numel():
             return
         files = self._table.files(indices)
-        mapping.refuse_shrunk(files)
-        positions = self._table.positions(indices)
-        target = out.view(len(indices), -1).view(torch.uint8)
+        touched = mapping.touched(files)
+        mapping.prepare(touched)
+        self._copy(mapping, files, self._table.positions(indices), out.view(len(indices), -1).view(torch.uint8))
+        # What is whole now was whole when it was read.
+        mapping.refuse_lost(touched)
+
+    def _copy(self, mapping: _Mapping, files: Indices, positions: Indices, target: torch.Tensor) -> None:
+        """Copy rows from the mapping, and fill values where nothing was written."""
         missing = positions < 0
         if not missing.any():
             torch.index_select(mapping.rows, 0, torch.from_numpy(positions), out=target)
@@ -99,6 +106,17 @@ class GatherReader:
         if not missing.all():
             written = torch.from_numpy(np.flatnonzero(~missing))
             target.index_copy_(0, written, mapping.rows.index_select(0, torch.from_numpy(positions[~missing])))
+
+    def expect(self, indices: Indices, batch_samples: int = 1) -> None:
+        """Nothing to prepare: the kernel has it in memory.
+
+        Args:
+            indices: int64 (n,) sample numbers.
+            batch_samples: Samples read at a time.
+        """
+
+    def rest(self) -> None:
+        """There are no threads."""
 
     def close(self) -> None:
         """Unmap and close the files, once no read is under way any more."""
@@ -109,9 +127,11 @@ class _Mapping:
     """The files, open and mapped, and the view over all of them. Closed by its last reference."""
 
     def __init__(self, layouts: Sequence[H5DatasetLayout], sample_bytes: int) -> None:
-        self._guards: list[tuple[int, int, str]] = []
+        self._files: list[tuple[int, int, str]] = []
+        self._tokens: list[int] = []
         self.addresses: list[int] = []
-        weakref.finalize(self, _release, self._guards, self.addresses)
+        self._is_guarded = mapped_guard.is_guarded()
+        weakref.finalize(self, _release, self._files, self._tokens, self.addresses)
         end = max(self._map(layout) for layout in layouts)
         self.base = min(self.addresses)
         span = end - self.base
@@ -124,36 +144,72 @@ class _Mapping:
         try:
             descriptor = os.open(layout.storage_path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise _explain(error, layout.storage_path, len(self._guards)) from error
+            raise explain_limit(error, layout.storage_path, len(self._files)) from error
         status = os.fstat(descriptor)
-        self._guards.append((descriptor, status.st_size, layout.storage_path))
-        stamp = next(stamp for stamp in layout.stamps if stamp.path == layout.storage_path)
-        if (status.st_size, status.st_mtime_ns, status.st_ino) != (stamp.size_bytes, stamp.mtime_ns, stamp.inode):
-            raise FeedError(
-                f"{stamp.path} changed between reading its layout and opening it, so its samples may lie elsewhere "
-                f"now. Build the loader or DataModule again to use the new file."
-            )
+        self._files.append((descriptor, status.st_size, layout.storage_path))
+        refuse_changed(next(stamp for stamp in layout.stamps if stamp.path == layout.storage_path), status)
         address = _libc.mmap(None, status.st_size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()
-            raise _explain(OSError(number, os.strerror(number)), layout.storage_path, len(self._guards) - 1)
+            raise explain_limit(OSError(number, os.strerror(number)), layout.storage_path, len(self._files) - 1)
         self.addresses.append(address)
+        if self._is_guarded:
+            self._tokens.append(mapped_guard.guard(address, status.st_size))
         return int(address) + status.st_size
 
-    def refuse_shrunk(self, files: Indices) -> None:
-        """Look at the files about to be read: a page past a file's end is a fatal signal, not an exception."""
-        for number in {0} if len(self._guards) == 1 else set(files.tolist()):
-            descriptor, size, path = self._guards[number]
-            now = _libc.lseek(descriptor, 0, os.SEEK_END)
-            if now < size:
+    def touched(self, files: Indices) -> set[int]:
+        """Give the files of a batch, each once."""
+        return {0} if len(self._files) == 1 else set(files.tolist())
+
+    def prepare(self, touched: set[int]) -> None:
+        """See to it that a page past a file's end will not be a fatal signal."""
+        if self._is_guarded:
+            mapped_guard.watch()
+        else:
+            self._refuse_shrunk(touched)
+
+    def refuse_lost(self, touched: set[int]) -> None:
+        """Refuse what was copied if zeros may be in it: in lost pages, or behind the end of a file in its last page."""
+        self._refuse_shrunk(touched)
+        for number in touched if self._is_guarded else ():
+            if mapped_guard.is_lost(self._tokens[number]):
                 raise FeedError(
-                    f"{path} became shorter while it was read: {size} bytes at the start, {now} now. "
-                    f"Write new data to another file and rename it; never change a file in place during training."
+                    f"{self._files[number][2]} could not be read: its disk or server does not give some of its pages, "
+                    f"or it was cut short for a moment. Look at the system's log, then start again."
                 )
 
+    def _refuse_shrunk(self, touched: set[int]) -> None:
+        """Look at the files' sizes."""
+        for number in touched:
+            descriptor, size, path = self._files[number]
+            now = file_size(descriptor)
+            if now < size:
+                raise FeedError(shorter_text(path, size, now))
 
-def _explain(error: OSError, path: str, num_open: int) -> OSError | FeedError:
-    """Say what to do about a limit of the system."""
+
+def file_size(descriptor: int) -> int:
+    """Size of an open file now, without giving the interpreter lock away.
+
+    Args:
+        descriptor: The file. Its position moves to the end.
+
+    Returns:
+        Bytes.
+    """
+    return int(_libc.lseek(descriptor, 0, os.SEEK_END))
+
+
+def explain_limit(error: OSError, path: str, num_open: int) -> OSError | FeedError:
+    """Say what to do about a limit of the system.
+
+    Args:
+        error: What the system answered.
+        path: The file it was asked for.
+        num_open: Files of the dataset that are open already.
+
+    Returns:
+        The error with the cure, or `error` itself where it is about something else.
+    """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return FeedError(
             f"{path} cannot be opened beside {num_open} other files of the dataset: the limit of open files is "
@@ -166,11 +222,14 @@ def _explain(error: OSError, path: str, num_open: int) -> OSError | FeedError:
     return error
 
 
-def _release(guards: list[tuple[int, int, str]], addresses: list[int]) -> None:
+def _release(files: list[tuple[int, int, str]], tokens: list[int], addresses: list[int]) -> None:
     """Unmap and close."""
-    for address, (_, size, _) in zip(addresses, guards, strict=False):
+    for token in tokens:
+        mapped_guard.release(token)
+    for address, (_, size, _) in zip(addresses, files, strict=False):
         _libc.munmap(address, size)
-    for descriptor, _, _ in guards:
+    for descriptor, _, _ in files:
         os.close(descriptor)
-    guards.clear()
+    files.clear()
+    tokens.clear()
     addresses.clear()

@@ -1,13 +1,18 @@
-"""Takes samples aside for validation or test: a seeded fraction, stratified if asked, or given ones. Pure."""
+"""Takes samples aside for validation or test: a seeded fraction, stratified if asked, or given ones. Pure.
+
+Samples are given by their numbers, or by a mask that has an entry for every sample.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_gpufeed.hdf5.order import FullShuffle
 
-__all__ = ["take_fraction", "take_indices"]
+__all__ = ["as_indices", "take_fraction", "take_indices"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -86,3 +91,38 @@ def take_indices(pool: Indices, wanted: npt.ArrayLike, name: str) -> tuple[Indic
             f"(0 to {int(pool.max(initial=-1))}) or belongs to another split."
         )
     return taken, pool[~np.isin(pool, taken)]
+
+
+def as_indices(given: npt.ArrayLike, num_samples: int, name: str) -> npt.NDArray[Any]:
+    """Sample numbers from sample numbers or from a mask.
+
+    A mask is of booleans, or of as many zeros and ones as there are samples: read as numbers, these would name the
+    same samples again and again.
+
+    Args:
+        given: Integers (m,), or a mask (num_samples,).
+        num_samples: How many samples there are.
+        name: What they are for, for the message.
+
+    Returns:
+        The numbers as they were given, not checked, or those the mask marks, in rising order.
+
+    Raises:
+        ValueError: A mask has not one entry per sample.
+
+    Example:
+        >>> as_indices([False, True, True], 3, "val").tolist()
+        [1, 2]
+    """
+    array = np.asarray(given)
+    if array.ndim != 1 or not array.size:
+        return array
+    if array.dtype.kind != "b":
+        is_mask = array.dtype.kind in "iu" and len(array) == num_samples > 2 and array.min() >= 0 and array.max() <= 1
+        if not is_mask:
+            return array
+    if len(array) != num_samples:
+        raise ValueError(
+            f"{name}: a mask has {len(array)} entries; expected {num_samples}, one for each sample of the file(s)."
+        )
+    return np.flatnonzero(array)

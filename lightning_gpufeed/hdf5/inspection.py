@@ -37,6 +37,7 @@ from lightning_gpufeed.hdf5.report import (
     bytes_text,
 )
 from lightning_gpufeed.hdf5.residency import cached_share
+from lightning_gpufeed.hdf5.row_blocks import block_rows
 from lightning_gpufeed.hdf5.source import H5Source
 
 __all__ = ["inspect_file"]
@@ -199,7 +200,11 @@ class _Inspection:
         everything = np.arange(label.num_samples)
         with closing(H5Source(self._path, [label.key])) as source:
             values = self._unless_damaged(label.key, lambda: source.read_field(label.key, everything))
-        return None if values is None else describe_labels(label.key, values.numpy().reshape(-1))
+        return (
+            None
+            if values is None
+            else describe_labels(label.key, values.numpy().reshape(-1), chunk_rows=block_rows(split.main))
+        )
 
     def _probe(self, split: _Split, seconds: float) -> ProbeReport | None:
         keys = tuple(layout.key for layout in (split.main, split.label) if layout is not None)
@@ -223,7 +228,7 @@ class _Inspection:
             return Advice("all of it is kept in memory")
         fit = _fit_of(split.main, values)
         options = [fit.option] if fit.option else []
-        if main.engine == Engine.H5PY:
+        if main.engine != Engine.RAW:
             is_ordered = labels is not None and labels.order in (LabelOrder.SORTED, LabelOrder.CLUSTERED)
             options += ["--shuffle"] if is_ordered else []
             reason = _why_slow(main)

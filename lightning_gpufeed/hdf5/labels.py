@@ -5,6 +5,8 @@ A file packed class by class is the usual case, and a window then holds few clas
     file     a a a a a a a a | b b b b b b b b | c c c c c c c c | d d d d d d d d
     window               [ a a a a b b b b ]
     batch                    b a a b              2 classes; a full shuffle gives almost all 4
+
+Over the chunks of the file in random order (`lightning_gpufeed.hdf5.window`) it holds as many as it holds chunks.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch
 
 from lightning_gpufeed.hdf5.order import WindowShuffle
 from lightning_gpufeed.hdf5.report import LabelOrder, LabelReport
+from lightning_gpufeed.hdf5.window import window_order
 
-__all__ = ["describe_labels", "window_variety"]
+__all__ = ["describe_labels", "order_variety", "window_variety"]
 
 BATCH_SIZE = 256
 WINDOW_SAMPLES = 1024
@@ -29,12 +32,13 @@ _CLUSTERED_BELOW = 0.9
 Array = npt.NDArray[Any]
 
 
-def describe_labels(key: str, labels: Array) -> LabelReport | None:
+def describe_labels(key: str, labels: Array, *, chunk_rows: int = 1) -> LabelReport | None:
     """Count the classes and tell how they lie.
 
     Args:
         key: Name of the labels.
         labels: Integers (num_samples,).
+        chunk_rows: Samples that are read together, which a window shuffle keeps close.
 
     Returns:
         The report; None if most values occur once, as numbers of samples do: these are no classes.
@@ -55,11 +59,30 @@ def describe_labels(key: str, labels: Array) -> LabelReport | None:
         order = LabelOrder.CLUSTERED
     else:
         order = LabelOrder.SHUFFLED
-    return LabelReport(key, num_classes, int(counts.min()), int(counts.max()), order, variety)
+    mixed = window_order(np.arange(num_samples) // chunk_rows, WINDOW_SAMPLES, 0, 0)
+    return LabelReport(
+        key, num_classes, int(counts.min()), int(counts.max()), order, order_variety(labels[mixed], BATCH_SIZE)
+    )
+
+
+def order_variety(labels: Array, batch_size: int) -> float:
+    """Different classes in a batch of an order, relative to a batch of a full shuffle.
+
+    Args:
+        labels: (num_samples,), at least one, in the order in which they are used.
+        batch_size: Samples per batch.
+
+    Returns:
+        Above 0, at most 1; the mean over 64 batches spread evenly over the epoch.
+    """
+    batch_size = min(batch_size, len(labels))
+    starts = np.linspace(0, len(labels) // batch_size - 1, _NUM_BATCHES).round().astype(np.int64) * batch_size
+    found = [len(np.unique(labels[start : start + batch_size])) for start in starts.tolist()]
+    return min(1.0, float(np.mean(found)) / _full_variety(_class_counts(labels), batch_size))
 
 
 def window_variety(labels: Array, *, window_samples: int = WINDOW_SAMPLES, batch_size: int = BATCH_SIZE) -> float:
-    """Different classes in a batch of a window shuffle, relative to a batch of a full shuffle.
+    """Different classes in a batch from a window that goes through the file in order, relative to a full shuffle.
 
     Args:
         labels: Integers (num_samples,), at least one, in the order of the file.

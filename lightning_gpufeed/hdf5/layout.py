@@ -6,8 +6,9 @@ the file again. The result is a value: it pickles, prints and is tested without 
 
 It also picks the engine::
 
-    uncompressed, native type, every sample whole in one chunk  ->  RAW   gather from the mapped file
-    anything else                                               ->  H5PY  whole chunks through h5py
+    uncompressed, native type, every sample whole in one chunk  ->  RAW     gather from the mapped file
+    chunks whose filters can be undone without HDF5             ->  CHUNKS  chunk by chunk, by several threads
+    anything else                                               ->  H5PY    whole chunks through h5py
 
 Source: HDF5 file format specification (chunked and contiguous layout messages); behaviour checked on
 HDF5 2.0 through h5py 3.16.
@@ -20,14 +21,13 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import (
     FileStamp,
     StrPath,
@@ -35,6 +35,8 @@ from lightning_gpufeed.hdf5.access import (
     open_h5_dataset,
     pick_attributes,
 )
+from lightning_gpufeed.hdf5.chunk_index import ChunkIndex, chunk_grid, read_chunk_index
+from lightning_gpufeed.hdf5.decode import ChunkDecoder, FilterSpec, why_not_decodable
 from lightning_gpufeed.hdf5.linked import find_dependencies
 
 __all__ = ["Engine", "H5DatasetLayout", "Storage", "read_layout"]
@@ -51,9 +53,14 @@ class Storage(StrEnum):
 
 
 class Engine(StrEnum):
-    """How samples are read: `RAW` gathers from the mapped file, `H5PY` reads whole chunks through h5py."""
+    """How samples are read.
+
+    `RAW` gathers from the mapped file, `CHUNKS` reads and decodes whole chunks in threads of its own, `H5PY` reads
+    whole chunks through h5py.
+    """
 
     RAW = "raw"
+    CHUNKS = "chunks"
     H5PY = "h5py"
 
 
@@ -69,10 +76,10 @@ class H5DatasetLayout:
         is_text: Whether the elements are strings.
         storage: Where HDF5 keeps the bytes.
         chunk_shape: Shape of one chunk, None unless chunked.
-        filters: Names of the filters a chunk passes through, in order.
+        pipeline: The filters a chunk passes through, in order.
         fill_value: 0-d array of `dtype`: what an unwritten element reads as.
-        block_offsets: int64 absolute byte offsets in `storage_path`: one per chunk in C order of the chunk grid
-            (-1 where no chunk was written), or a single one for contiguous storage. None where there are none.
+        index: Where the chunks lie in `storage_path`, one entry per chunk or a single one for contiguous storage.
+            None where there are none.
         storage_path: The file that holds the bytes; differs from `path` behind an external link.
         stamps: Size, modification time and inode of every file the dataset depends on.
         directory: The directory that must be the current one while reading, None if it does not matter.
@@ -89,9 +96,9 @@ class H5DatasetLayout:
     is_text: bool
     storage: Storage
     chunk_shape: tuple[int, ...] | None
-    filters: tuple[str, ...]
+    pipeline: tuple[FilterSpec, ...]
     fill_value: npt.NDArray[Any]
-    block_offsets: npt.NDArray[np.int64] | None
+    index: ChunkIndex | None
     storage_path: str
     stamps: tuple[FileStamp, ...]
     directory: str | None
@@ -99,6 +106,16 @@ class H5DatasetLayout:
     engine_reason: str
     is_packed: bool
     attributes: dict[str, Any]
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """Names of the filters a chunk passes through, in order."""
+        return tuple(spec.name for spec in self.pipeline)
+
+    @property
+    def block_offsets(self) -> npt.NDArray[np.int64] | None:
+        """int64 absolute byte offsets in `storage_path`, see `index`; -1 where nothing was written."""
+        return None if self.index is None else self.index.offsets
 
     @property
     def num_samples(self) -> int:
@@ -138,7 +155,7 @@ class H5DatasetLayout:
     @cached_property
     def num_chunks(self) -> int:
         """Chunks in the grid, written or not; 0 unless chunked."""
-        return math.prod(_grid(self.shape, self.chunk_shape)) if self.chunk_shape else 0
+        return math.prod(chunk_grid(self.shape, self.chunk_shape)) if self.chunk_shape else 0
 
     @property
     def num_missing_chunks(self) -> int:
@@ -186,7 +203,7 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
     _refuse_type(path, key, h5_dataset)
     dcpl = h5_dataset.id.get_create_plist()
     storage = _storage(h5_dataset, dcpl)
-    filters, missing = _filters(dcpl)
+    pipeline, missing = _filters(dcpl)
     if missing:
         raise LayoutError(
             f"{path}: dataset {key!r} is compressed with {', '.join(missing)}, which this HDF5 cannot decode. "
@@ -196,17 +213,14 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
     dtype = h5_dataset.dtype.newbyteorder("=") if h5_dataset.dtype.kind in "biufc" else np.dtype(object)
     needs = find_dependencies(path, h5_dataset)
     storage_path = os.path.abspath(h5_dataset.file.filename)
-    chunk_shape = h5_dataset.chunks
-    offsets, odd = _block_offsets(h5_dataset, storage)
-    engine, reason = _pick_engine(h5_dataset, storage, filters, offsets, odd)
-    if engine is Engine.RAW:
-        assert offsets is not None
-        _refuse_truncation(path, key, h5_dataset, offsets, storage_path)
-        if not _raw_bytes_agree(h5_dataset, offsets, storage_path):
-            engine, reason = (
-                Engine.H5PY,
-                "the bytes at the chunks' offsets are not what HDF5 returns for them",
-            )
+    is_indexed = storage in (Storage.CHUNKED, Storage.CONTIGUOUS)
+    index = read_chunk_index(h5_dataset, is_chunked=storage is Storage.CHUNKED) if is_indexed else None
+    engine, reason = _pick_engine(h5_dataset, storage, pipeline, index)
+    if engine is not Engine.H5PY:
+        assert index is not None
+        _refuse_truncation(path, key, index, storage_path)
+        if not _raw_bytes_agree(h5_dataset, pipeline, index, storage_path):
+            engine, reason = Engine.H5PY, "the bytes at the chunks' offsets are not what HDF5 returns for them"
     return H5DatasetLayout(
         path=path,
         key=key,
@@ -214,10 +228,10 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
         dtype=dtype,
         is_text=h5py.check_string_dtype(h5_dataset.dtype) is not None,
         storage=storage,
-        chunk_shape=chunk_shape,
-        filters=filters,
+        chunk_shape=h5_dataset.chunks,
+        pipeline=pipeline,
         fill_value=_fill_value(h5_dataset, dtype),
-        block_offsets=offsets,
+        index=index,
         storage_path=storage_path,
         stamps=tuple(needs.stamps.values()),
         directory=needs.directory,
@@ -262,62 +276,22 @@ def _storage(h5_dataset: Any, dcpl: Any) -> Storage:
     return names.get(dcpl.get_layout(), Storage.CONTIGUOUS)
 
 
-def _filters(dcpl: Any) -> tuple[tuple[str, ...], list[str]]:
-    """Names of the filters, and of those that cannot be decoded here."""
+def _filters(dcpl: Any) -> tuple[tuple[FilterSpec, ...], list[str]]:
+    """The filters, and names of those that cannot be decoded here."""
     known = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
     known |= {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
-    names, missing = [], []
-    for index in range(dcpl.get_nfilters()):
-        code, _, _, label = dcpl.get_filter(index)
+    pipeline, missing = [], []
+    for number in range(dcpl.get_nfilters()):
+        code, _, values, label = dcpl.get_filter(number)
         name = known.get(code, label.decode(errors="replace") if label else f"filter {code}")
-        names.append(name)
+        pipeline.append(FilterSpec(code, name, tuple(int(value) for value in values)))
         if not h5py.h5z.filter_avail(code):
             missing.append(f"{name} (filter {code})")
-    return tuple(names), missing
-
-
-def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Number of chunks along each axis."""
-    return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
-
-
-def _block_offsets(h5_dataset: Any, storage: Storage) -> tuple[npt.NDArray[np.int64] | None, bool]:
-    """Byte offset of every chunk, -1 where unwritten; and whether any has an unexpected size or filter mask."""
-    if storage is Storage.CONTIGUOUS:
-        # Space is allocated at the first write; until then HDF5 reports an offset that means nothing.
-        offset = h5_dataset.id.get_offset() if h5_dataset.id.get_storage_size() else None
-        return np.array([-1 if offset is None else offset], dtype=np.int64), False
-    if storage is not Storage.CHUNKED:
-        return None, False
-    grid = _grid(h5_dataset.shape, h5_dataset.chunks)
-    found: list[tuple[tuple[int, ...], int]] = []
-    odd = False
-    plain_bytes = math.prod(h5_dataset.chunks) * h5_dataset.dtype.itemsize
-
-    def note(info: Any) -> None:
-        # Returning anything but None would end the iteration.
-        nonlocal odd
-        found.append((info.chunk_offset, info.byte_offset))
-        odd = odd or info.size != plain_bytes or info.filter_mask != 0
-
-    offsets = np.full(math.prod(grid), -1, dtype=np.int64)
-    if offsets.size:
-        # One pass over the index. Asking for chunk i by number costs time proportional to i.
-        h5_dataset.id.chunk_iter(note)
-    if found:
-        corners = np.array([corner for corner, _ in found], dtype=np.int64) // np.array(h5_dataset.chunks)
-        inside = (corners < np.array(grid)).all(axis=1)
-        flat = np.ravel_multi_index(tuple(corners[inside].T), grid)
-        offsets[flat] = np.array([byte for _, byte in found], dtype=np.int64)[inside]
-    return offsets, odd
+    return tuple(pipeline), missing
 
 
 def _pick_engine(
-    h5_dataset: Any,
-    storage: Storage,
-    filters: tuple[str, ...],
-    offsets: npt.NDArray[np.int64] | None,
-    odd: bool,
+    h5_dataset: Any, storage: Storage, pipeline: tuple[FilterSpec, ...], index: ChunkIndex | None
 ) -> tuple[Engine, str]:
     """Choose the engine and say why."""
     dtype, chunks = h5_dataset.dtype, h5_dataset.chunks
@@ -327,18 +301,21 @@ def _pick_engine(
         return Engine.H5PY, "a virtual dataset is put together from other datasets by HDF5"
     if storage is Storage.EXTERNAL:
         return Engine.H5PY, "the bytes lie in external raw files"
-    if storage is Storage.COMPACT:
+    if storage is Storage.COMPACT or index is None:
         return Engine.H5PY, "a compact dataset lies inside its own header"
-    if filters:
-        return Engine.H5PY, f"chunks pass through {', '.join(filters)} and have to be decoded"
     if not dtype.isnative or h5_dataset.id.get_type() != h5py.h5t.py_create(dtype, logical=True):
         return Engine.H5PY, f"the file's element type needs conversion to {dtype.newbyteorder('=')}"
-    if chunks and chunks[1:] != h5_dataset.shape[1:]:
-        return Engine.H5PY, f"chunk {chunks} does not hold whole samples of shape {h5_dataset.shape[1:]}"
-    if odd:
-        return Engine.H5PY, "chunks are not stored at their plain size"
-    if offsets is not None and (offsets < 0).any() and not _has_fill_value(h5_dataset):
+    if (index.offsets < 0).any() and not _has_fill_value(h5_dataset):
         return Engine.H5PY, "some chunks were never written and no fill value is defined"
+    if pipeline:
+        names = ", ".join(spec.name for spec in pipeline)
+        if reason := why_not_decodable(pipeline, math.prod(chunks) * dtype.itemsize):
+            return Engine.H5PY, f"chunks pass through {names} and have to be decoded; {reason}"
+        return Engine.CHUNKS, f"chunks pass through {names} and are decoded by several threads"
+    if chunks and not index.is_plain(math.prod(chunks) * dtype.itemsize):
+        return Engine.H5PY, "chunks are not stored at their plain size"
+    if chunks and chunks[1:] != h5_dataset.shape[1:]:
+        return Engine.CHUNKS, f"chunk {chunks} does not hold whole samples of shape {h5_dataset.shape[1:]}"
     where = "in one block" if chunks is None else "whole inside a chunk"
     return Engine.RAW, f"uncompressed, every sample {where}: gathered straight from the mapped file"
 
@@ -355,34 +332,59 @@ def _fill_value(h5_dataset: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.asarray(h5_dataset.fillvalue, dtype=dtype).reshape(())
 
 
-def _rows_per_block(h5_dataset: Any) -> int:
-    return int(h5_dataset.chunks[0]) if h5_dataset.chunks else max(1, int(h5_dataset.shape[0]))
-
-
-def _refuse_truncation(path: str, key: str, h5_dataset: Any, offsets: npt.NDArray[np.int64], storage_path: str) -> None:
+def _refuse_truncation(path: str, key: str, index: ChunkIndex, storage_path: str) -> None:
     """A chunk past the end of the file would kill the process when its mapped page is touched."""
-    if not (offsets >= 0).any():
-        return
-    sample_bytes = math.prod(h5_dataset.shape[1:]) * h5_dataset.dtype.itemsize
-    needed = int(offsets.max()) + _rows_per_block(h5_dataset) * sample_bytes
-    size = Path(storage_path).stat().st_size
-    if needed > size:
+    size = os.path.getsize(storage_path)
+    if index.end > size:
         raise LayoutError(
-            f"{path}: truncated: dataset {key!r} needs {needed} bytes of {storage_path}, which has {size}. "
+            f"{path}: truncated: dataset {key!r} needs {index.end} bytes of {storage_path}, which has {size}. "
             f"Copy or pack the file again."
         )
 
 
-def _raw_bytes_agree(h5_dataset: Any, offsets: npt.NDArray[np.int64], storage_path: str) -> bool:
-    """Compare the first sample of the first and of the last written block with what HDF5 returns."""
-    rows = _rows_per_block(h5_dataset)
-    written = np.flatnonzero(offsets >= 0)
+def _raw_bytes_agree(h5_dataset: Any, pipeline: tuple[FilterSpec, ...], index: ChunkIndex, storage_path: str) -> bool:
+    """Compare the start of the first and of the last written chunk with what HDF5 returns."""
+    written = np.flatnonzero(index.offsets >= 0)
     if not written.size or not h5_dataset.size:
         return True
-    sample_bytes = math.prod(h5_dataset.shape[1:]) * h5_dataset.dtype.itemsize
-    with Path(storage_path).open("rb", buffering=0) as raw:
-        for block in {int(written[0]), int(written[-1])}:
-            raw.seek(int(offsets[block]))
-            if raw.read(sample_bytes) != np.ascontiguousarray(h5_dataset[block * rows]).tobytes():
+    shape = h5_dataset.shape
+    chunk = h5_dataset.chunks or shape
+    with open(storage_path, "rb", buffering=0) as raw:
+        for number in {int(written[0]), int(written[-1])}:
+            corner = np.unravel_index(number, chunk_grid(shape, chunk))
+            first_row = tuple(
+                slice(int(i) * c, min(n, int(i) * c + (c if axis else 1)))
+                for axis, (i, c, n) in enumerate(zip(corner, chunk, shape, strict=True))
+            )
+            try:
+                expected = np.ascontiguousarray(h5_dataset[first_row])
+            except OSError:
+                continue  # damaged: reading says so, and where
+            raw.seek(int(index.offsets[number]))
+            values = _first_rows(raw, h5_dataset.dtype, chunk, pipeline, index, number)
+            inside = tuple(slice(0, n) for n in expected.shape)
+            if values is None or values[inside].tobytes() != expected.tobytes():
                 return False
     return True
+
+
+def _first_rows(
+    raw: Any,
+    dtype: np.dtype[Any],
+    chunk: tuple[int, ...],
+    pipeline: tuple[FilterSpec, ...],
+    index: ChunkIndex,
+    number: int,
+) -> npt.NDArray[Any] | None:
+    """What our own reading makes of the bytes of a chunk: all of it, or its first row where that is enough."""
+    if not pipeline:
+        row_bytes = math.prod(chunk[1:]) * dtype.itemsize
+        stored = raw.read(row_bytes)
+        return np.frombuffer(stored, dtype).reshape(1, *chunk[1:]) if len(stored) == row_bytes else None
+    values = np.empty(math.prod(chunk) * dtype.itemsize, dtype=np.uint8)
+    decoder = ChunkDecoder(pipeline, values.nbytes, dtype.itemsize)
+    try:
+        decoder.decode(raw.read(int(index.stored_bytes[number])), int(index.filter_masks[number]), values)
+    except FeedError:
+        return None
+    return values.view(dtype).reshape(chunk)

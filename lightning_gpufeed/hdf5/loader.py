@@ -15,13 +15,16 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.device.feed import Feed, FeedStatistics
-from lightning_gpufeed.device.memory import HostBufferPool
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import StrPath
 from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, chosen_samples, whole_number
-from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, parse_shuffle
+from lightning_gpufeed.hdf5.batch_maker import BatchMaker, MadeBatch
+from lightning_gpufeed.hdf5.draws import make_shuffle, resume_shuffle
+from lightning_gpufeed.hdf5.epoch_order import EpochOrder, resumed_lanes, window_state
+from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, WindowShuffle
 from lightning_gpufeed.hdf5.position import EpochPosition
 from lightning_gpufeed.hdf5.source import Batch, H5Source
+from lightning_gpufeed.hdf5.window import Lanes
 
 __all__ = ["H5Loader"]
 
@@ -63,8 +66,12 @@ class H5Loader:
         world_size: int = 1,
         drop_last: bool = False,
         indices: npt.ArrayLike | None = None,
+        weights: npt.ArrayLike | None = None,
+        samples_per_epoch: int | None = None,
         num_slots: int = 2,
         pin_memory: bool | None = None,
+        isolate: bool = False,
+        device: torch.device | str | None = None,
         to_batch: Callable[[Batch], Any] | None = None,
     ) -> None:
         """Read the layout of the files; nothing is mapped or started yet.
@@ -79,8 +86,13 @@ class H5Loader:
             world_size: Processes that share each epoch.
             drop_last: Leave out the samples that do not fill a step on every rank.
             indices: Use only these samples (int, 1-D; the unshuffled order is the order given).
+            weights: Draw with replacement by these, one for each sample of the source: see `WeightedShuffle`.
+            samples_per_epoch: Draws in an epoch; None for as many as there are samples used.
             num_slots: Batches read ahead, 1 to any.
             pin_memory: Page-locked buffers; None means yes when a GPU is there.
+            isolate: Read in a process of its own: for training loops that hold the interpreter lock. Three more batches
+                are then read ahead.
+            device: Copy batches there ahead of their use, on a stream of its own; None leaves them in host memory.
             to_batch: Turns the dict into what is yielded; must be picklable if the loader is to be.
 
         Raises:
@@ -91,16 +103,21 @@ class H5Loader:
         self._owns_source = not isinstance(path, H5Source)
         self.source = path if isinstance(path, H5Source) else H5Source(path, keys)
         self.batch_size = whole_number("batch_size", batch_size, 1)
-        self.shuffle = parse_shuffle(shuffle)
         self.seed = whole_number("seed", seed, 0, LARGEST_SEED)
         self.world_size = whole_number("world_size", world_size, 1)
         self.rank = rank
         self.drop_last = drop_last
         self._indices = chosen_samples(indices, self.source.num_samples)
-        self.num_samples = self.source.num_samples if self._indices is None else len(self._indices)
+        self.shuffle, self.num_samples = make_shuffle(
+            shuffle, weights, samples_per_epoch, self.source.num_samples, self._indices
+        )
         self._chosen_digest: str | None = None
+        self._groups: npt.NDArray[np.int64] | None = None
+        self._lanes = Lanes(world_size, batch_size) if world_size > 1 else Lanes()
         self._num_slots = num_slots
-        self._pin_memory = pin_memory
+        self._maker = BatchMaker(
+            self.source, num_slots=num_slots, pin_memory=pin_memory, isolate=isolate, device=device
+        )
         self._to_batch = to_batch
         self.position = EpochPosition()
         self.statistics = FeedStatistics()
@@ -108,9 +125,8 @@ class H5Loader:
         self.is_latest_in_work: Callable[[], bool] | None = None
         # Called before a batch is handed out.
         self.on_batch: Callable[[], None] | None = None
-        self._pool: HostBufferPool | None = None
         self._process = os.getpid()
-        self._feed: Feed[Batch] | None = None
+        self._feed: Feed[MadeBatch] | None = None
         self._running: weakref.ref[_Iteration] | None = None
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1} for world_size {world_size}.")
@@ -123,7 +139,8 @@ class H5Loader:
                 f"({self.num_samples} samples): every epoch is one smaller batch.",
                 stacklevel=2,
             )
-        if isinstance(self.shuffle, FullShuffle) and self.source.needs_decoding:
+        order = getattr(self.shuffle, "order", self.shuffle)
+        if isinstance(order, FullShuffle) and self.source.needs_decoding and not self.source.fits_cache:
             warnings.warn(
                 f"a full shuffle decodes a whole chunk for nearly every sample of this file "
                 f"({'; '.join(self.source.engine_lines)}). Use shuffle='window', or make the file fast once with: "
@@ -155,6 +172,28 @@ class H5Loader:
         return EpochPlan(
             self.num_samples, self.batch_size, self.world_size, self.drop_last, min(start, self.num_samples)
         )
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Sample numbers of one epoch in the order that all ranks together use them in, step by step.
+
+        Args:
+            epoch: Counts from 0.
+
+        Returns:
+            int64 (num_samples,).
+        """
+        return self._epoch_order().of(epoch)
+
+    def _epoch_order(self) -> EpochOrder:
+        """What the order is a function of."""
+        return EpochOrder(self.shuffle, self.num_samples, self.seed, self._indices, self._chunk_groups(), self._lanes)
+
+    def _chunk_groups(self) -> npt.NDArray[np.int64] | None:
+        """Which samples lie in the same chunk; only a window needs to know."""
+        if self._groups is None and isinstance(self.shuffle, WindowShuffle):
+            everything = np.arange(self.num_samples) if self._indices is None else self._indices
+            self._groups = self.source.blocks(everything)
+        return self._groups
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, or go on with the one that was loaded.
@@ -205,6 +244,7 @@ class H5Loader:
             "num_samples": self.num_samples,
             "seed": self.seed,
             "shuffle": str(self.shuffle),
+            **window_state(self.shuffle, self._chunk_groups(), self._lanes),
             "step_samples": self.step_samples,
             **self.position.numbers(self.is_latest_in_work is not None and self.is_latest_in_work()),
         }
@@ -233,6 +273,7 @@ class H5Loader:
                 f"the loader state has version {state_dict.get('version')!r}; expected {_STATE_VERSION}. "
                 f"Was it saved by another loader?"
             )
+        shuffle = resume_shuffle(self.shuffle, self.num_samples, state_dict)
         if (state_dict["digest"], state_dict["num_samples"]) != (self._digest(), self.num_samples):
             raise FeedError(
                 f"the position was saved over {state_dict['num_samples']} samples (digest {state_dict['digest']}), "
@@ -240,8 +281,13 @@ class H5Loader:
                 f"order cannot be continued over other data. Use the same files and split, or start without the "
                 f"loader's state."
             )
-        self.seed = state_dict["seed"]
-        self.shuffle = parse_shuffle(state_dict["shuffle"])
+        if isinstance(shuffle, WindowShuffle):
+            former, self.shuffle = self.shuffle, shuffle
+            groups = self._chunk_groups()
+            self.shuffle = former
+            assert groups is not None
+            self._lanes = resumed_lanes(state_dict, groups, self.source.paths)
+        self.seed, self.shuffle = state_dict["seed"], shuffle
         # Counted in steps of today's size, so that what is left ends where every epoch ends.
         steps_left = self._plan(state_dict["samples_consumed"]).num_steps
         self.position.load(state_dict["epoch"], state_dict["samples_consumed"], len(self) - steps_left)
@@ -249,6 +295,7 @@ class H5Loader:
     def close(self) -> None:
         """End the thread and close the files, unless the source was given open. Iterating again opens them."""
         self._stop_running()
+        self._maker.close()
         if self._owns_source:
             self.source.close()
 
@@ -264,14 +311,13 @@ class H5Loader:
         """Everything but buffers and the running iteration."""
         return {
             **self.__dict__,
-            "_pool": None,
             "_feed": None,
             "_running": None,
             "is_latest_in_work": None,
             "on_batch": None,
         }
 
-    def _start(self, iteration: _Iteration) -> tuple[Feed[Batch], EpochPlan]:
+    def _start(self, iteration: _Iteration) -> tuple[Feed[MadeBatch], EpochPlan]:
         """Begin the epoch that the position says, in a new thread; ends the iteration that runs, if any."""
         if self.world_size == 1 and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             warnings.warn(
@@ -282,6 +328,7 @@ class H5Loader:
         if self._process != os.getpid():
             # Forked while a thread was reading: what it held, locks included, is not to be touched here.
             self.__dict__.update(self.__getstate__(), _process=os.getpid())
+            self._maker.forget()
             self.source.forget_open()
         self._stop_running()
         self._running = weakref.ref(iteration)
@@ -294,38 +341,12 @@ class H5Loader:
                 f"{self.world_size} ranks and is left out. It was begun with fewer ranks.",
                 stacklevel=4,
             )
-        if self._pool is None or self._pool.most_rows < plan.most_rows:
-            is_pinned = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
-            # A later epoch's last step may be one row larger.
-            most_rows = max(plan.most_rows, min(self.batch_size, self.num_samples)) + 1
-            # The ring, the batch the caller works on, and the one it is about to drop.
-            self._pool = HostBufferPool(self.source.specs, most_rows, self._num_slots + 2, is_pinned=is_pinned)
-        produce = _Producer(self, self.position.epoch, plan, self._pool)
+        # A later epoch's last step may be one row larger.
+        most_rows = min(self.batch_size, self.num_samples) + 1
+        produce = self._maker.begin(self._epoch_order(), self.position.epoch, plan, self.rank, most_rows)
         self._feed = Feed(produce, plan.num_steps, self._num_slots)
         weakref.finalize(iteration, self._feed.stop_soon)
         return self._feed, plan
-
-
-class _Producer:
-    """Makes batch number i of an epoch; runs in the feed's thread."""
-
-    def __init__(self, loader: H5Loader, epoch: int, plan: EpochPlan, pool: HostBufferPool) -> None:
-        self._source = loader.source
-        self._indices = loader._indices
-        self._shuffle = loader.shuffle
-        self._seed = loader.seed
-        self._rank = loader.rank
-        self._epoch = epoch
-        self._plan = plan
-        self._pool = pool
-        self._order: npt.NDArray[np.int64] | None = None
-
-    def __call__(self, step: int) -> Batch:
-        if self._order is None:
-            order = self._shuffle.permutation(self._plan.num_samples, self._seed, self._epoch)
-            self._order = order if self._indices is None else self._indices[order]
-        first, stop = self._plan.rank_bounds(step, self._rank)
-        return self._source.read(self._order[first:stop], self._pool.acquire(stop - first))
 
 
 class _Iteration:
@@ -334,7 +355,7 @@ class _Iteration:
     def __init__(self, loader: H5Loader) -> None:
         self._loader = loader
         self._process = os.getpid()
-        self._feed: Feed[Batch] | None = None
+        self._feed: Feed[MadeBatch] | None = None
         self._plan: EpochPlan | None = None
         self._step = 0
         self.is_replaced = False
@@ -357,7 +378,7 @@ class _Iteration:
         assert self._plan is not None
         feed = self._feed
         try:
-            batch = next(feed)
+            batch = loader._maker.finish(next(feed))
         except BaseException:
             self.is_over = True
             raise

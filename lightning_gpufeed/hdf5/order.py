@@ -11,19 +11,37 @@ whatever the batch size or the number of ranks was when it was written down: res
 
 No sample is lost and none used twice. What is left over for the last step is split evenly; when less than one
 sample per rank is left it is added to the step before. Every rank takes the same number of steps.
+
+With sampling weights an epoch is a list of draws with replacement instead, and is cut and shared in the same way:
+every draw is used once.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["EpochPlan", "FullShuffle", "NoShuffle", "Shuffle", "WindowShuffle", "parse_shuffle"]
+from lightning_gpufeed.hdf5.weights import check_weights
+
+__all__ = [
+    "EpochPlan",
+    "FullShuffle",
+    "NoShuffle",
+    "Order",
+    "Shuffle",
+    "WeightedShuffle",
+    "WindowShuffle",
+    "parse_shuffle",
+]
 
 Indices = npt.NDArray[np.int64]
+
+_DRAWS = 1
+"""Number of the random stream that draws are made from, so that they say nothing of the order."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +130,96 @@ class NoShuffle:
         return "none"
 
 
-Shuffle = FullShuffle | WindowShuffle | NoShuffle
+Order = FullShuffle | WindowShuffle | NoShuffle
 
 
-def parse_shuffle(shuffle: Shuffle | str | bool | None) -> Shuffle:
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightedShuffle:
+    """Draws with replacement: each place of an epoch is sample i with a probability in proportion to its weight.
+
+    The draws are independent of each other, as those of torch's `WeightedRandomSampler(replacement=True)`: a sample
+    may come several times in an epoch, or not at all, and one of weight 0 never comes. `order` says how the drawn
+    samples follow each other: "full" as they were drawn, "window" within a window along the file (for files that
+    decode whole chunks), "none" in the order of the file. Which samples are drawn does not depend on it.
+
+    Attributes:
+        weights: float64 (n,): one for each sample, in any unit. Not to be changed.
+        order: How the samples drawn follow each other.
+        digest: Short text that other weights have another of.
+
+    Example:
+        >>> WeightedShuffle(np.array([1.0, 0.0, 3.0])).permutation(8, seed=0, epoch=0).tolist()
+        [2, 2, 2, 2, 0, 0, 0, 0]
+    """
+
+    weights: npt.NDArray[np.float64]
+    order: Order = FullShuffle()
+    digest: str = field(init=False)
+    _cumulative: npt.NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the weights and add them up.
+
+        Raises:
+            ValueError: A weight is negative or not finite, or none is above 0.
+        """
+        # Divided by the largest first, they cannot overflow. Numpy defines the sum as one addition after the other.
+        weights = check_weights(self.weights)
+        cumulative = np.cumsum(weights / weights.max())
+        cumulative /= cumulative[-1]
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "_cumulative", cumulative)
+        object.__setattr__(self, "digest", f"{zlib.crc32(cumulative.astype('<f8').tobytes()):08x}")
+
+    def permutation(self, num_samples: int, seed: int, epoch: int) -> Indices:
+        """The draws of one epoch. More draws begin with those of fewer, in the order "full".
+
+        Args:
+            num_samples: How many draws.
+            seed: Any non-negative integer.
+            epoch: Counts from 0.
+
+        Returns:
+            int64 (num_samples,), each the number of a weight; the same for the same arguments on every machine and
+            numpy version.
+        """
+        bits = _random_bits(num_samples, seed, epoch, _DRAWS) >> np.uint64(11)
+        # The place of each number in [0, 1) among the sums; sorted numbers are found much faster, as memory is
+        # walked through once. A sample of weight 0 spans nothing, so no number falls to it.
+        by_size = np.argsort(bits)
+        drawn = np.searchsorted(self._cumulative, bits[by_size].astype(np.float64) * 2.0**-53, side="right")
+        if isinstance(self.order, FullShuffle):
+            draws = np.empty(num_samples, dtype=np.int64)
+            draws[by_size] = drawn
+            return draws
+        return drawn.astype(np.int64, copy=False)[self.order.permutation(num_samples, seed, epoch)]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same samples are drawn in the same order."""
+        return isinstance(other, WeightedShuffle) and (str(self), len(self.weights)) == (str(other), len(other.weights))
+
+    def __hash__(self) -> int:
+        """Of the text form."""
+        return hash(str(self))
+
+    def __repr__(self) -> str:
+        """Without the weights themselves."""
+        return f"WeightedShuffle({len(self.weights)} weights, order={self.order})"
+
+    def __str__(self) -> str:
+        """What a saved position keeps of it."""
+        return f"weighted:{self.digest}:{self.order}"
+
+
+Shuffle = Order | WeightedShuffle
+
+
+def parse_shuffle(shuffle: Shuffle | str | bool | None) -> Order:
     """Read the forms a user or a YAML file gives a shuffle in.
 
     Args:
-        shuffle: A value of this module; "full" or True; "window" or "window:N"; "none", False or None.
+        shuffle: A value of this module that has no weights; "full" or True; "window" or "window:N"; "none", False or
+            None.
 
     Returns:
         The value.
@@ -140,9 +240,10 @@ def parse_shuffle(shuffle: Shuffle | str | bool | None) -> Shuffle:
     )
 
 
-def _random_bits(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+def _random_bits(num_samples: int, seed: int, epoch: int, stream: int = 0) -> npt.NDArray[np.uint64]:
     """One 64-bit number per sample from a bit generator whose stream numpy keeps the same in all versions."""
-    return np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+    entropy = [seed, epoch, stream] if stream else [seed, epoch]
+    return np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_samples)
 
 
 @dataclass(frozen=True)

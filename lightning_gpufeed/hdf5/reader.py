@@ -1,6 +1,8 @@
 """Reads samples by number into host tensors. Several readers, one promise: what `h5_dataset[i]` returns.
 
-* `GatherReader`: gathers from the mapped file; uncompressed data whose samples lie whole inside a chunk.
+* `RawReader`: uncompressed data whose samples lie whole inside a chunk; gathers from the mapped file while that is in
+  memory, reads ahead while it is not.
+* `ChunkReader`: whole chunks, read and decoded by threads of its own; everything whose filters it knows.
 * `BlockReader`: whole chunks through h5py; everything else that a tensor can hold.
 * `ResidentReader`: labels and other small arrays, read once.
 * `read_objects`: strings and arrays of varying length, read once.
@@ -8,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +21,17 @@ from lightning_gpufeed.device.memory import TensorSpec
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import open_file, open_h5_dataset
 from lightning_gpufeed.hdf5.block_reader import BlockReader, refuse_changed_surroundings
+from lightning_gpufeed.hdf5.chunk_reader import ChunkReader
 from lightning_gpufeed.hdf5.gather_reader import GatherReader
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage
+from lightning_gpufeed.hdf5.raw_reader import RawReader
 
 __all__ = [
     "BlockReader",
+    "ChunkReader",
     "FieldReader",
     "GatherReader",
+    "RawReader",
     "ResidentReader",
     "is_resident",
     "open_reader",
@@ -50,6 +56,17 @@ class FieldReader(Protocol):
             out: (n, *sample_shape), contiguous, host memory.
         """
 
+    def expect(self, indices: Indices, batch_samples: int = 1) -> None:
+        """Say which samples will be read next, in order: the rest of an epoch. They are still given to `read_into`.
+
+        Args:
+            indices: int64 (n,): sample numbers counted through all files.
+            batch_samples: Samples that one call will read, at most.
+        """
+
+    def rest(self) -> None:
+        """The epoch is over: end threads. Reading again starts them again."""
+
     def close(self) -> None:
         """Let go of files and memory. Closing twice is allowed."""
 
@@ -70,13 +87,23 @@ def is_resident(layouts: Layouts, resident_bytes: int) -> bool:
     return has_small_rows or is_compact or not layouts[0].is_tensor
 
 
-def open_reader(layouts: Layouts, *, resident_bytes: int, cache_bytes: int) -> FieldReader:
+def open_reader(
+    layouts: Layouts,
+    *,
+    resident_bytes: int,
+    cache_bytes: int,
+    buffer_bytes: int = 1 << 30,
+    on_way: Callable[[str], None] | None = None,
+) -> FieldReader:
     """Open the fastest reader that is exact for these layouts.
 
     Args:
         layouts: One layout per file, all of the same sample shape and numeric dtype.
         resident_bytes: See `is_resident`.
-        cache_bytes: Limit of decoded chunks that `BlockReader` keeps.
+        cache_bytes: A dataset of up to this size is decoded once for all epochs; of a larger one `BlockReader` keeps
+            so much.
+        buffer_bytes: Limit of the rolling buffer of decoded chunks.
+        on_way: Told in a line when `RawReader` takes another way of reading.
 
     Returns:
         An open reader.
@@ -84,7 +111,9 @@ def open_reader(layouts: Layouts, *, resident_bytes: int, cache_bytes: int) -> F
     if is_resident(layouts, resident_bytes):
         return ResidentReader(layouts)
     if all(layout.engine is Engine.RAW for layout in layouts):
-        return GatherReader(layouts)
+        return RawReader(layouts, buffer_bytes=buffer_bytes, on_way=on_way)
+    if all(layout.engine is not Engine.H5PY for layout in layouts):
+        return ChunkReader(layouts, cache_bytes=cache_bytes, buffer_bytes=buffer_bytes)
     return BlockReader(layouts, cache_bytes=cache_bytes)
 
 
@@ -130,6 +159,17 @@ class ResidentReader:
         if self._rows is not None and out.numel():
             target = out.view(len(indices), -1).view(torch.uint8)
             torch.index_select(self._rows, 0, torch.from_numpy(indices), out=target)
+
+    def expect(self, indices: Indices, batch_samples: int = 1) -> None:
+        """Nothing to prepare: it is all in memory.
+
+        Args:
+            indices: int64 (n,) sample numbers.
+            batch_samples: Samples read at a time.
+        """
+
+    def rest(self) -> None:
+        """There are no threads."""
 
     def close(self) -> None:
         """Nothing is open."""

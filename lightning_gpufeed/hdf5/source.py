@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
 from lightning_gpufeed.hdf5.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
+from lightning_gpufeed.hdf5.row_blocks import BlockNumbers
 
 __all__ = ["Batch", "H5Source"]
 
@@ -26,6 +28,8 @@ Batch = dict[str, Any]
 Indices = npt.NDArray[np.int64]
 
 _DIGEST_SAMPLES = 16
+_CACHE_BYTES = 256 << 20
+_SLOWEST_FIRST = (Engine.H5PY, Engine.CHUNKS, Engine.RAW)
 
 
 class H5Source:
@@ -51,7 +55,8 @@ class H5Source:
         keys: Mapping[str, str] | Sequence[str] | str | None = None,
         *,
         resident_bytes: int = 256 << 20,
-        cache_bytes: int = 256 << 20,
+        cache_bytes: int | None = None,
+        buffer_bytes: int = 1 << 30,
     ) -> None:
         """Read the layouts.
 
@@ -59,7 +64,10 @@ class H5Source:
             path: One file or several.
             keys: Datasets to use: names, or field name -> key. None takes every dataset of the first file.
             resident_bytes: Arrays of rows up to 64 bytes and of this total are read once and kept in memory.
-            cache_bytes: Limit of decoded chunks kept per field, for files that have to be decoded.
+            cache_bytes: A field of up to this size that has to be decoded is decoded once for all epochs; None takes
+                256 MB.
+            buffer_bytes: Limit of the rolling buffer of decoded chunks of a larger field. A window shuffle needs about
+                the bytes of its window; with less, some chunks are decoded again.
 
         Raises:
             FileNotFoundError: A file is missing.
@@ -71,7 +79,10 @@ class H5Source:
             raise ValueError("no file was given; expected a path or a list of paths.")
         self.paths = tuple(os.path.abspath(os.path.expanduser(one)) for one in paths)
         self._resident_bytes = resident_bytes
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = _CACHE_BYTES if cache_bytes is None else cache_bytes
+        self._buffer_bytes = buffer_bytes
+        # Told in a line when a field begins to be read in another way.
+        self.on_way: Callable[[str], None] | None = None
         names = _named_keys(self.paths[0], keys)
         self.fields: dict[str, tuple[H5DatasetLayout, ...]] = {
             name: tuple(read_layout(one, key) for one in self.paths) for name, key in names.items()
@@ -94,11 +105,21 @@ class H5Source:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is open."""
-        return {**self.__dict__, "_readers": {}, "_objects": {}, "_opening": None}
+        return {**self.__dict__, "_readers": {}, "_objects": {}, "_opening": None, "on_way": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; files are opened at the first read."""
         self.__dict__.update(state, _opening=threading.Lock())
+
+    def twin(self) -> H5Source:
+        """The same samples, read by readers of its own, so that two loaders do not disturb each other.
+
+        Returns:
+            Another source.
+        """
+        other = copy.copy(self)
+        other.forget_open()
+        return other
 
     def forget_open(self) -> None:
         """Leave what is open as it is, and open it anew at the next read: for a process forked from another."""
@@ -114,7 +135,7 @@ class H5Source:
         """One line per field: how it is read and why."""
         lines = []
         for name, layouts in self.fields.items():
-            slow = next((layout for layout in layouts if layout.engine is Engine.H5PY), layouts[0])
+            slow = min(layouts, key=lambda layout: _SLOWEST_FIRST.index(layout.engine))
             label = name if name == slow.key else f"{name} ({slow.key!r})"
             if is_resident(layouts, self._resident_bytes):
                 lines.append(f"{label}: read once and kept in memory")
@@ -125,11 +146,31 @@ class H5Source:
     @property
     def needs_decoding(self) -> bool:
         """Whether the largest field is read by whole chunks, so that its access order decides the speed."""
+        largest = self._largest_streamed()
+        return largest is not None and any(layout.engine is not Engine.RAW for layout in largest)
+
+    @property
+    def fits_cache(self) -> bool:
+        """Whether the largest field, decoded, is small enough to be kept whole, so that any order is as good."""
+        largest = self._largest_streamed()
+        return largest is None or sum(layout.total_bytes for layout in largest) <= self._cache_bytes
+
+    def _largest_streamed(self) -> tuple[H5DatasetLayout, ...] | None:
+        """The largest field that is not kept in memory."""
         streamed = [one for one in self.fields.values() if not is_resident(one, self._resident_bytes)]
-        if not streamed:
-            return False
-        largest = max(streamed, key=lambda layouts: sum(layout.total_bytes for layout in layouts))
-        return any(layout.engine is Engine.H5PY for layout in largest)
+        return max(streamed, key=lambda layouts: sum(layout.total_bytes for layout in layouts), default=None)
+
+    def blocks(self, indices: Indices) -> Indices:
+        """Which samples are read together: those of the largest field that lie in the same block.
+
+        Args:
+            indices: int64 (n,) sample numbers.
+
+        Returns:
+            int64 (n,): number of the block of each.
+        """
+        layouts = self._largest_streamed() or next(iter(self.fields.values()))
+        return BlockNumbers.of(layouts).locate(indices)[0]
 
     def is_kept(self, name: str) -> bool:
         """Whether a field is read once and kept in memory.
@@ -178,6 +219,25 @@ class H5Source:
             self._reader(name).read_into(indices, out[name])
             batch[name] = out[name]
         return batch
+
+    def expect(self, indices: Indices, batch_samples: int = 1) -> None:
+        """Say which samples `read` will be asked for next, in order, so that they can be read ahead.
+
+        Args:
+            indices: int64 (n,): the rest of an epoch.
+            batch_samples: Samples that one call of `read` will take, at most.
+
+        Raises:
+            FeedError: A file changed since its layout was read.
+        """
+        for name, layouts in self.fields.items():
+            if layouts[0].is_tensor:
+                self._reader(name).expect(indices, batch_samples)
+
+    def rest(self) -> None:
+        """Nothing is read for a while: end threads. Reading again starts them again."""
+        for reader in list(self._readers.values()):
+            reader.rest()
 
     def locate(self, sample: int) -> str:
         """Where a sample is, for messages.
@@ -229,9 +289,17 @@ class H5Source:
             if name not in self._readers:
                 self.check_unchanged()
                 self._readers[name] = open_reader(
-                    self.fields[name], resident_bytes=self._resident_bytes, cache_bytes=self._cache_bytes
+                    self.fields[name],
+                    resident_bytes=self._resident_bytes,
+                    cache_bytes=self._cache_bytes,
+                    buffer_bytes=self._buffer_bytes,
+                    on_way=self._note_way,
                 )
             return self._readers[name]
+
+    def _note_way(self, line: str) -> None:
+        if self.on_way is not None:
+            self.on_way(line)
 
     def _object_field(self, name: str) -> list[Any]:
         with self._opening:

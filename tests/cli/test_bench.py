@@ -36,6 +36,12 @@ def write_raw(path="raw.h5", num_samples=400):
     write_h5(path, images=pixels(num_samples, 3, 32, 32), labels=np.arange(num_samples) % 10)
 
 
+@pytest.fixture(autouse=True)
+def _keeps_nothing_decoded(monkeypatch):
+    """Small files stand for large ones, of which a chunk is decoded again for nearly every sample."""
+    monkeypatch.setattr("lightning_gpufeed.hdf5.source._CACHE_BYTES", 0)
+
+
 def write_gzip(path="gzip.h5", num_samples=400, rows=50):
     options = {"chunks": (rows, 3, 32, 32), "compression": "gzip"}
     write_h5(path, images=(pixels(num_samples, 3, 32, 32), options), labels=np.arange(num_samples) % 10)

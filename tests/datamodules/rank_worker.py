@@ -58,6 +58,21 @@ def coverage(plan: dict[str, Any], *, use_distributed_sampler: bool) -> dict[str
     }
 
 
+def weighted(plan: dict[str, Any], *, weights: list[float], samples_per_epoch: int) -> dict[str, Any]:
+    """Two epochs of draws by weight, over one fold of five."""
+    datamodule = H5ImageDataModule(
+        plan["files"]["train"],
+        num_folds=5,
+        fold=3,
+        sample_weights=weights,
+        samples_per_epoch=samples_per_epoch,
+        batch_size=plan["batch_size"],
+    )
+    model = Recorder()
+    trainer_of(plan, max_epochs=2).fit(model, datamodule)
+    return {"trained": model.trained, "evaluated": model.evaluated, "state": datamodule.state_dict()}
+
+
 def save(plan: dict[str, Any], *, folder: str) -> dict[str, Any]:
     """Two epochs, saved at every place."""
     model = Recorder()
@@ -132,7 +147,7 @@ class WritingRecorder(Recorder):
 
 SCENARIOS = {
     function.__name__: function
-    for function in (coverage, save, resume, statistics, statistics_without_training_data, too_few, spawned)
+    for function in (coverage, weighted, save, resume, statistics, statistics_without_training_data, too_few, spawned)
 }
 
 

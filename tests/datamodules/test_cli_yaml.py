@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_gpufeed import H5ImageDataModule
-from lightning_gpufeed.hdf5.order import FullShuffle, NoShuffle, WindowShuffle
+from lightning_gpufeed import H5ImageDataModule, H5Loader
+from lightning_gpufeed.hdf5.order import FullShuffle, NoShuffle, WeightedShuffle, WindowShuffle
 from tests.datamodules.models import Recorder, write_images
 
 pytestmark = [
@@ -96,7 +99,6 @@ def test_several_files(tmp_path, files):
     [
         ("full", FullShuffle()),
         (True, FullShuffle()),
-        ("window:6", WindowShuffle(6)),
         (None, NoShuffle()),
         (False, NoShuffle()),
         ("none", NoShuffle()),
@@ -105,6 +107,12 @@ def test_several_files(tmp_path, files):
 def test_every_form_of_a_shuffle(tmp_path, files, written, order):
     cli = fit(tmp_path, {"train": str(files[0]), "shuffle": written, "seed": 3})
     assert trained(cli) == order.permutation(NUM_SAMPLES, 3, 0).tolist()
+
+
+def test_a_window_in_samples(tmp_path, files):
+    cli = fit(tmp_path, {"train": str(files[0]), "shuffle": "window:6", "seed": 3})
+    with H5Loader(files[0], 4, shuffle=WindowShuffle(6), seed=3) as loader:
+        assert trained(cli) == loader.order(0).tolist() != list(range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +124,64 @@ def test_every_form_of_a_mean(tmp_path, files, written, mean):
         assert 0.4 < cli.datamodule.mean[0] < 0.6  # of random images
     else:
         assert cli.datamodule.mean == (None if mean == "none" else mean)
+
+
+@pytest.fixture
+def described(files: tuple[Path, Path]) -> str:
+    """A training file that says more of its samples."""
+    with h5py.File(files[0], "a") as h5_file:
+        h5_file["importance"] = np.arange(NUM_SAMPLES) / 7
+        h5_file["fold"] = np.arange(NUM_SAMPLES) % 4
+        h5_file["patient"] = [f"p{number // 3}" for number in range(NUM_SAMPLES)]
+        h5_file["mask_val"] = np.arange(NUM_SAMPLES) % 9 == 3
+    return str(files[0])
+
+
+ONLY_THREE = {number: float(number == 3) for number in range(NUM_SAMPLES)}
+
+
+@pytest.mark.parametrize(
+    ("written", "weights"),
+    [
+        ("importance", np.arange(NUM_SAMPLES)),
+        ("balanced", np.ones(NUM_SAMPLES)),
+        ([number / 7 for number in range(NUM_SAMPLES)], np.arange(NUM_SAMPLES)),
+        ([0] * 19 + [1], np.arange(NUM_SAMPLES) == 19),
+        (ONLY_THREE, np.arange(NUM_SAMPLES) == 3),
+        ({str(number): int(weight) for number, weight in ONLY_THREE.items()}, np.arange(NUM_SAMPLES) == 3),
+    ],
+    ids=["column", "balanced", "numbers", "whole numbers", "classes", "classes in text"],
+)
+def test_every_form_of_weights(tmp_path, described, written, weights):
+    expected = WeightedShuffle(weights / 7).permutation(12, 0, 0).tolist()
+    arguments = {"train": described, "samples_per_epoch": 12}
+    assert trained(fit(tmp_path, {**arguments, "sample_weights": written})) == expected
+    option = f"--data.sample_weights={written if isinstance(written, str) else json.dumps(written)}"
+    assert trained(fit(tmp_path, arguments, option)) == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"fold": 2, "folds": "fold"}, [2, 6, 10, 14, 18]),
+        ({"fold": 1, "folds": [0] * 18 + [1] * 2}, [18, 19]),
+        ({"val": "mask_val"}, [3, 12]),
+        ({"val": [number == 4 for number in range(NUM_SAMPLES)]}, [4]),
+        ({"num_folds": 5, "fold": 0, "stratify": False, "group_by": "patient"}, 6),  # two of seven
+    ],
+    ids=["folds by name", "folds", "mask by name", "mask", "made"],
+)
+def test_every_form_of_a_part_for_validation(tmp_path, described, written, expected):
+    as_text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in written.items()}
+    for init_args, arguments in [(written, []), ({}, [f"--data.{name}={text}" for name, text in as_text.items()])]:
+        cli = fit(tmp_path, {"train": described, **init_args}, *arguments)
+        assert sorted(trained(cli) + validated(cli)) == list(range(NUM_SAMPLES))
+        assert len(validated(cli)) == expected if isinstance(expected, int) else validated(cli) == expected
+
+
+@pytest.mark.parametrize("written", ["mask_val", [3, 12], [number % 9 == 3 for number in range(NUM_SAMPLES)]], ids=str)
+def test_every_form_of_samples_to_train_on(tmp_path, described, written):
+    assert sorted(trained(fit(tmp_path, {"train": described, "train_indices": written}))) == [3, 12]
 
 
 def test_options_on_the_command_line_outweigh_the_file(tmp_path, files):

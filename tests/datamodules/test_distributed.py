@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lightning_gpufeed import H5ImageDataModule
-from lightning_gpufeed.hdf5.order import FullShuffle
+from lightning_gpufeed.hdf5.order import FullShuffle, WeightedShuffle
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, read, write_images
 from tests.doubles import run_ranks
 
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 240
 # 25 = 3 full steps of 2 x 4 and one sample, which joins the step before; with 3 ranks 25 = 2 x 12 + 1.
 NUM_TRAIN, NUM_VAL, NUM_TEST, BATCH_SIZE = 25, 10, 7, 4
+NUM_DRAWS = 45
 
 
 @dataclass
@@ -134,6 +135,11 @@ def two(folder: Path, files: dict[str, str], single: Recorder, damaged: dict[str
     scenarios = [
         {"run": "coverage", "name": "coverage", "arguments": {"use_distributed_sampler": True}},
         {"run": "coverage", "name": "coverage without", "arguments": {"use_distributed_sampler": False}},
+        {
+            "run": "weighted",
+            "name": "weighted",
+            "arguments": {"weights": list(range(NUM_TRAIN)), "samples_per_epoch": NUM_DRAWS},
+        },
         *resumes(folder, [*RESUMED, TOO_LATE]),
         {"run": "save", "name": "save", "arguments": {"folder": str(folder / "saved_by_two")}},
         {"run": "too_few", "name": "too few", "arguments": {"path": damaged["one"]}},
@@ -220,6 +226,17 @@ def test_metrics_added_up_over_the_ranks_are_those_of_one_process(ranks, single)
 def test_all_ranks_end_with_the_same_weights(ranks):
     first, *others = [result["weights"] for result in ranks.ok("coverage")]
     assert all(weights == first for weights in others)
+
+
+def test_all_ranks_together_train_on_the_draws_by_weight_of_one_process_and_leave_the_fold_out(two):
+    results = two.ok("weighted")
+    fold = set(flat([samples for result in results for _, samples in result["evaluated"]["validate"]]))
+    assert len(fold) == NUM_TRAIN // 5
+    used = np.array([sample for sample in range(NUM_TRAIN) if sample not in fold])
+    shuffle = WeightedShuffle(used.astype(float))
+    for epoch in range(2):
+        assert flat(by_step(results, epoch)) == used[shuffle.permutation(NUM_DRAWS, 0, epoch)].tolist()
+    assert results[0]["state"] == results[1]["state"]
 
 
 def test_lightnings_own_sampler_setting_makes_no_difference(two):

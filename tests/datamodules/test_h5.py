@@ -20,7 +20,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from lightning_gpufeed import H5DataModule
-from lightning_gpufeed.hdf5.order import FullShuffle
+from lightning_gpufeed.hdf5.order import FullShuffle, WeightedShuffle
+from tests.contracts import exactly
 from tests.datamodules.models import make_trainer, warnings_of
 
 pytestmark = [
@@ -518,3 +519,178 @@ def test_it_can_be_used_without_a_trainer(train, val):
     values: Sequence[Any] = [batch["y"].tolist() for batch in datamodule.val_dataloader()]
     assert values == [[100, 101, 102, 103, 104, 105]]
     datamodule.teardown("validate")
+
+
+# Weights and folds -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def described(train: Path) -> Path:
+    """The training file, with what may be said of its samples."""
+    numbers = np.arange(NUM_TRAIN)
+    with h5py.File(train, "a") as h5_file:
+        h5_file["kind"] = (numbers >= 15).astype(np.uint8)  # 15 of one class, 5 of another
+        h5_file["importance"] = numbers / 4
+        h5_file["fold"] = numbers % 4
+        h5_file["patient"] = [f"p{number // 3}" for number in numbers]
+    return train
+
+
+def test_samples_are_drawn_by_a_column_of_weights_which_is_no_field_then(described, val):
+    model = fit(
+        H5DataModule(described, val=val, keys=["x", "y"], sample_weights="importance", batch_size=6), max_epochs=2
+    )
+    shuffle = WeightedShuffle(np.arange(NUM_TRAIN) / 4)
+    assert model.numbers("train") == [
+        *shuffle.permutation(NUM_TRAIN, 0, 0).tolist(),
+        *shuffle.permutation(NUM_TRAIN, 0, 1).tolist(),
+    ]
+    assert model.numbers("val") == list(range(100, 106)) * 2
+    found = fit(H5DataModule(described, sample_weights="importance", batch_size=6))
+    assert sorted(found.batches["train"][0]) == ["fold", "kind", "patient", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ("balanced", [1 / 15] * 15 + [1 / 5] * 5),
+        ({0: 2, 1: 1}, [2] * 15 + [1] * 5),
+        ({"0": 0.0, "1": 1.0}, [0] * 15 + [1] * 5),
+    ],
+    ids=str,
+)
+def test_classes_are_drawn_by_their_weights(described, weights, expected):
+    datamodule = H5DataModule(described, sample_weights=weights, weight_by="kind", samples_per_epoch=33, batch_size=8)
+    model = fit(datamodule)
+    assert model.numbers("train") == WeightedShuffle(expected).permutation(33, 0, 0).tolist()
+    assert [len(batch) for batch in model.seen["train"]] == [8, 8, 8, 8, 1]
+
+
+def test_balanced_classes_come_about_equally_often(described):
+    datamodule = H5DataModule(
+        described, sample_weights="balanced", stratify_by="kind", samples_per_epoch=2000, batch_size=500
+    )
+    drawn = np.array(fit(datamodule).numbers("train"))
+    assert abs((drawn >= 15).sum() - 1000) <= 5 * np.sqrt(500)  # the standard deviation of 2000 even chances
+
+
+def test_weights_are_those_of_the_samples_trained_on(described):
+    datamodule = H5DataModule(
+        described, val=0.25, train_indices=range(4, 20), sample_weights=np.arange(20.0), keys=["x", "y"], batch_size=6
+    )
+    model = fit(datamodule)
+    used = [number for number in range(4, 20) if number not in model.numbers("val")]
+    drawn = WeightedShuffle(np.array(used, float)).permutation(12, 0, 0)
+    assert model.numbers("train") == np.array(used)[drawn].tolist()
+
+
+def test_evaluation_and_overfitting_know_no_weights(described):
+    datamodule = H5DataModule(
+        described, val=described, test=described, keys=["x", "y"], sample_weights="importance", batch_size=6
+    )
+    model = Model()
+    make_trainer(max_epochs=2, overfit_batches=2).fit(model, datamodule)
+    assert model.seen["train"] == [list(range(6)), list(range(6, 12))] * 2
+    make_trainer().test(model, datamodule, verbose=False)
+    assert model.numbers("test") == list(range(NUM_TRAIN))
+
+
+def test_the_line_at_the_start_says_that_an_epoch_is_draws(described, caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        fit(
+            H5DataModule(described, sample_weights="importance", keys=["x"], samples_per_epoch=7, batch_size=7),
+            Silent(),
+        )
+    [line] = [record.message for record in caplog.records if record.message.startswith("H5DataModule")]
+    assert line.startswith("H5DataModule: 20 train samples (an epoch is 7 draws by weight); x: ")
+
+
+class Silent(Model):
+    """Needs no numbers of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Train."""
+        return self.layer(batch["x"]).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", ["column", "numbers", "made", "grouped"])
+def test_every_sample_is_validated_on_in_one_fold_and_trained_on_in_the_others(described, kind):
+    folds = {
+        "column": {"folds": "fold"},
+        "numbers": {"folds": (np.arange(NUM_TRAIN) % 4).tolist()},
+        "made": {"num_folds": 4, "stratify_by": "kind"},
+        "grouped": {"num_folds": 4, "group_by": "patient"},
+    }[kind]
+    validated = []
+    for fold in range(4):
+        model = fit(H5DataModule(described, fold=fold, batch_size=8, **folds))
+        parts = [model.numbers("train"), model.numbers("val")]
+        assert sorted(parts[0] + parts[1]) == list(range(NUM_TRAIN))
+        if kind in ("column", "numbers"):
+            assert parts[1] == list(range(fold, NUM_TRAIN, 4))
+        if kind == "grouped":
+            assert {number // 3 for number in parts[0]}.isdisjoint(number // 3 for number in parts[1])
+        validated += parts[1]
+    assert sorted(validated) == list(range(NUM_TRAIN))
+
+
+def test_a_weighted_datamodule_over_a_fold_can_be_pickled(described):
+    arguments = {"fold": 1, "folds": "fold", "sample_weights": "importance", "keys": ["x", "y"], "batch_size": 4}
+    datamodule = H5DataModule(described, **arguments)
+    datamodule.setup("fit")
+    sent = pickle.loads(pickle.dumps(datamodule))
+    assert [batch["y"] for batch in batches_by_hand(sent)] == [batch["y"] for batch in batches_by_hand(datamodule)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"samples_per_epoch": 5},
+            "samples_per_epoch is 5, but there are no sample_weights: without them an epoch is every sample once.",
+        ),
+        ({"folds": "fold"}, "there are folds, but fold= does not say which of them is for validation."),
+        (
+            {"val": 0.1, "fold": 0, "num_folds": 3},
+            "both val and fold are given: a fold of the training samples is for validation. Leave val off.",
+        ),
+    ],
+    ids=["draws", "fold", "val"],
+)
+def test_arguments_that_do_not_fit_together_are_refused_at_once(train, arguments, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        H5DataModule(train, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"sample_weights": [1.0, 2.0]},
+            "there are 2 sampling weights; expected 20, one for each sample of the file(s).",
+        ),
+        (
+            {"sample_weights": {0: 1.0}, "weight_by": "kind"},
+            "the sampling weights leave out class 1 (5 samples); there "
+            "are weights for 0. Give every class that occurs one, 0 for those that are not to be drawn.",
+        ),
+        (
+            {"sample_weights": "balanced", "keys": ["x"]},
+            "weighting by class needs to know the classes: no field holds "
+            "class numbers. Name the field with weight_by=; the fields are x.",
+        ),
+        (
+            {"folds": "fold", "fold": 4},
+            "fold=4: no sample is in that fold. There are the folds 0 (5 samples), 1 (5 "
+            "samples), 2 (5 samples), 3 (5 samples).",
+        ),
+        (
+            {"num_folds": 8, "fold": 4, "group_by": "patient"},
+            "num_folds is 8, but there are 7 groups to make folds of; expected at most that many.",
+        ),
+    ],
+    ids=["length", "class", "labels", "fold", "groups"],
+)
+def test_weights_and_folds_that_do_not_fit_the_file_are_refused_in_setup(described, arguments, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        H5DataModule(described, **arguments).setup("fit")

@@ -320,6 +320,26 @@ def test_a_stratified_fraction_keeps_the_classes(tmp_path):
     assert np.bincount(caught["train"][0][1]).tolist() == [32, 8]
 
 
+def test_classes_are_drawn_by_weights_given_by_name_and_columns_are_not_taken_for_labels(tmp_path):
+    path = write_images(tmp_path / "a.h5", 50, labels=np.repeat([0, 1], [40, 10]), keys=("images", "number"))
+    with h5py.File(path, "a") as h5_file:
+        h5_file["number"].attrs["class_names"] = ["cat", "dog"]
+        h5_file["fold"] = np.arange(50) % 5  # without its being named so, this could be the labels as well
+    arguments = {"folds": "fold", "fold": 3, "samples_per_epoch": 60, "batch_size": 60}
+    caught = catch(H5ImageDataModule(path, sample_weights={"cat": 0, "dog": 1.0}, **arguments))
+    assert caught["train"][0][1].tolist() == [1] * 60
+    assert np.bincount(caught["val"][0][1]).tolist() == [8, 2]
+    balanced = catch(H5ImageDataModule(path, image_key="images", sample_weights="balanced", **arguments))
+    assert 10 < sum(balanced["train"][0][1].tolist()) < 50  # 30 expected, standard deviation 3.9
+
+
+def test_folds_that_are_made_keep_the_classes(tmp_path):
+    path = write_images(tmp_path / "a.h5", 50, labels=np.repeat([0, 1], [40, 10]))
+    caught = catch(H5ImageDataModule(path, num_folds=5, fold=4, stratify=True, batch_size=50))
+    assert np.bincount(caught["val"][0][1]).tolist() == [8, 2]
+    assert np.bincount(caught["train"][0][1]).tolist() == [32, 8]
+
+
 # Masks and transforms ----------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_gpufeed import FeedError, H5ImageDataModule, H5Loader
+from lightning_gpufeed.hdf5.order import WeightedShuffle
+from tests.contracts import joined
 from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, same_bits, state_of, write_images
 
 # The runs that resume have no callbacks that would save again.
@@ -131,6 +133,58 @@ def test_resuming_with_a_one_cycle_schedule_equals_no_interruption(tmp_path, fil
         ends[checkpoint.name] = same_bits(state_of(full.resume(checkpoint, model), model), expected)
     assert ends == dict.fromkeys(ends, True)
     assert len(ends) == 10 + 2 + 2
+
+
+@pytest.mark.parametrize("reads_estimate", [False, True])
+def test_draws_by_weight_go_on_where_they_were_at_any_checkpoint(tmp_path, files, reads_estimate):
+    # 14 draws: four steps, the last of two.
+    data = {"sample_weights": [number % 5 for number in range(NUM_SAMPLES)], "samples_per_epoch": 14, "seed": 3}
+    full = Run(files, tmp_path / "saved", Recorder(reads_estimate=reads_estimate), data)
+    shuffle = WeightedShuffle(data["sample_weights"])
+    for epoch in range(NUM_EPOCHS):
+        assert full.model.trained_by_epoch[epoch] == shuffle.permutation(14, 3, epoch).tolist()
+    expected = state_of(full.trainer, full.model)
+    wrong = []
+    for number, checkpoint in enumerate(full.checkpoints):
+        batch_size = (BATCH_SIZE, 3)[number % 2]
+        model = Recorder(reads_estimate=reads_estimate)
+        trainer = full.resume(checkpoint, model, {"batch_size": batch_size})
+        trained = [model.trained_by_epoch.get(epoch, []) for epoch in range(NUM_EPOCHS)]
+        if trained != [full.remaining(checkpoint, epoch) for epoch in range(NUM_EPOCHS)]:
+            wrong.append(f"{checkpoint.name} with {batch_size}: trained on {trained}")
+        elif batch_size == BATCH_SIZE and not same_bits(state_of(trainer, model), expected):
+            wrong.append(f"{checkpoint.name}: same samples, other weights, optimizer state or counters")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"sample_weights": [1.0] * NUM_SAMPLES}, {"sample_weights": "balanced", "samples_per_epoch": 9}],
+    ids=["none", "others", "an epoch of another length"],
+)
+def test_a_checkpoint_of_draws_by_other_weights_is_refused(tmp_path, files, other):
+    weights = {"sample_weights": [1.0] * (NUM_SAMPLES - 1) + [2.0]}
+    full = Run(files, tmp_path / "saved", Recorder(), weights)
+    trainer = make_trainer(max_epochs=NUM_EPOCHS)
+    datamodule = H5ImageDataModule(files[0], val=files[1], batch_size=BATCH_SIZE, **other)
+    with pytest.raises(FeedError, match=r"the draws cannot be continued with others\. Use the same"):
+        trainer.fit(Recorder(), datamodule, ckpt_path=full.checkpoints[0])
+
+
+def test_a_checkpoint_of_another_fold_is_refused(tmp_path, files):
+    def trained(fold: int, **settings: Any) -> Recorder:
+        datamodule = H5ImageDataModule(files[0], num_folds=3, fold=fold, batch_size=BATCH_SIZE)
+        trainer, model = make_trainer(max_epochs=NUM_EPOCHS, **settings.pop("trainer", {})), Recorder()
+        trainer.fit(model, datamodule, **settings)
+        return model
+
+    folder = tmp_path / "saved"
+    full = trained(1, trainer={"enable_checkpointing": True, "callbacks": every_checkpoint(folder)})
+    again = trained(1, ckpt_path=folder / "step-02.ckpt")
+    assert again.trained == full.trained[2:]
+    assert set(again.samples("validate")).isdisjoint(joined(batch for _, batch in again.trained))
+    with pytest.raises(FeedError, match=r"order cannot be continued over other data\. Use the same"):
+        trained(2, ckpt_path=folder / "step-02.ckpt")
 
 
 # That a checkpoint of any kind is found with and without `reads_estimate` is held above; here are other sizes.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpufeed.hdf5.holdout import take_fraction, take_indices
+from lightning_gpufeed.hdf5.holdout import as_indices, take_fraction, take_indices
 from tests.contracts import check_division, exactly
 
 pools = st.lists(st.integers(0, 10**6), min_size=2, max_size=200, unique=True).map(lambda pool: np.array(pool))
@@ -133,3 +133,39 @@ def test_given_samples_may_be_integers_of_any_type(dtype):
 def test_given_samples_that_cannot_be_taken_are_refused(wanted, message):
     with pytest.raises(ValueError, match=exactly(message)):
         take_indices(np.array([0, 1, 2, 4, 5, 6]), wanted, "val")
+
+
+@settings(max_examples=100)
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_a_mask_is_the_numbers_of_the_samples_it_marks(mask):
+    marked = [number for number, is_marked in enumerate(mask) if is_marked]
+    for form in (mask, np.array(mask)):
+        assert as_indices(form, len(mask), "val").tolist() == marked
+    if len(mask) > 2:
+        for dtype in (np.uint8, np.int64):
+            assert as_indices(np.array(mask, dtype), len(mask), "val").tolist() == marked
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_samples"),
+    [
+        ([0, 1], 2),
+        ([1, 0], 2),
+        ([0, 1], 5),
+        ([0, 1, 2], 3),
+        ([0, 1, -1], 3),
+        ([], 0),
+        ([[0, 1, 1]], 3),
+        ([0.0, 1.0, 1.0], 3),
+    ],
+    ids=str,
+)
+def test_what_is_no_mask_is_left_as_it_is(numbers, num_samples):
+    assert as_indices(numbers, num_samples, "val").tolist() == numbers
+
+
+@pytest.mark.parametrize("mask", [[True], [False] * 4], ids=str)
+def test_a_mask_of_another_length_is_refused(mask):
+    message = f"val: a mask has {len(mask)} entries; expected 3, one for each sample of the file(s)."
+    with pytest.raises(ValueError, match=exactly(message)):
+        as_indices(mask, 3, "val")

@@ -106,7 +106,7 @@ def test_chunks_one_row_short_of_a_sample_are_seen_to_double_the_reads_and_the_f
     assert (images.chunks_per_sample, images.num_chunks) == (2, 6)
     assert images.read_ratio == pytest.approx(2 * 217 / 218)
     assert report.size_ratio == pytest.approx(2.39, abs=0.01)
-    assert images.engine == "h5py"
+    assert images.engine == "chunks"
     assert report.advice == Advice(
         "chunk (100, 3, 217, 178) does not hold whole samples of shape (3, 218, 178); a shuffled sample costs a block "
         "of 100 samples, 23.2 MB",
@@ -313,7 +313,8 @@ def test_the_order_of_the_labels_is_told(path):
     [labels] = look(path).labels
     assert (labels.key, labels.order, labels.num_classes) == ("labels", LabelOrder.SORTED, 100)
     assert (labels.min_per_class, labels.max_per_class) == (60, 60)
-    assert 0.1 < labels.window_variety < 0.4
+    # In random order of the blocks a window holds more classes than its samples have in the file, but not all.
+    assert 0.3 < labels.window_variety < 0.7
     write(path, images=pixels(6000, 2, 2), labels=labels_of(6000, 100))
     [labels] = look(path).labels
     assert labels.order is LabelOrder.SHUFFLED

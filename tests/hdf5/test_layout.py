@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Callable
@@ -69,26 +70,32 @@ def numbers(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
         (
             {"data": numbers((10, 3, 4)), "chunks": (4, 3, 2)},
             Storage.CHUNKED,
-            Engine.H5PY,
+            Engine.CHUNKS,
             "chunk (4, 3, 2) does not hold whole samples of shape (3, 4)",
         ),
         (
             {"data": numbers((10, 3)), "chunks": (4, 5), "maxshape": (None, None)},
             Storage.CHUNKED,
-            Engine.H5PY,
+            Engine.CHUNKS,
             "chunk (4, 5) does not hold whole samples of shape (3,)",
         ),
         (
             {"data": numbers((10, 3)), "chunks": (4, 3), "compression": "gzip", "shuffle": True, "fletcher32": True},
             Storage.CHUNKED,
-            Engine.H5PY,
-            "chunks pass through shuffle, gzip, fletcher32 and have to be decoded",
+            Engine.CHUNKS,
+            "chunks pass through shuffle, gzip, fletcher32 and are decoded by several threads",
         ),
         (
             {"data": numbers((10, 3)), "chunks": (4, 3), "compression": "lzf"},
             Storage.CHUNKED,
+            Engine.CHUNKS,
+            "chunks pass through lzf and are decoded by several threads",
+        ),
+        (
+            {"data": numbers((10, 3)), "chunks": (4, 3), "scaleoffset": 8},
+            Storage.CHUNKED,
             Engine.H5PY,
-            "chunks pass through lzf and have to be decoded",
+            "chunks pass through scaleoffset and have to be decoded; filter scaleoffset is decoded by HDF5 only",
         ),
         (
             {"data": numbers((10, 3), ">i4")},
@@ -142,13 +149,13 @@ def test_numbers_of_an_odd_width_are_converted_by_hdf5(tmp_path):
 def test_offsets_that_do_not_lead_to_the_samples_are_not_used(write, monkeypatch):
     # Older releases of HDF5 count from behind the user block.
     path = write(data=numbers((10, 50)), chunks=(5, 50), file={"userblock_size": 512})
-    find = layout_module._block_offsets
+    find = layout_module.read_chunk_index
 
-    def find_relative(h5_dataset: Any, storage: Storage) -> Any:
-        offsets, is_odd = find(h5_dataset, storage)
-        return offsets - 512, is_odd
+    def find_relative(h5_dataset: Any, *, is_chunked: bool) -> Any:
+        index = find(h5_dataset, is_chunked=is_chunked)
+        return dataclasses.replace(index, offsets=index.offsets - 512)
 
-    monkeypatch.setattr(layout_module, "_block_offsets", find_relative)
+    monkeypatch.setattr(layout_module, "read_chunk_index", find_relative)
     layout = read_layout(path, "x")
     assert layout.engine is Engine.H5PY
     assert layout.engine_reason == "the bytes at the chunks' offsets are not what HDF5 returns for them"

@@ -28,6 +28,7 @@ from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.order import FullShuffle, WindowShuffle
 from lightning_gpufeed.hdf5.source import H5Source
+from lightning_gpufeed.hdf5.window import window_order
 from tests.contracts import check_resume, consumed, exactly, joined
 from tests.doubles import EventLog, parking_condition, run_forked
 
@@ -124,10 +125,18 @@ def test_an_epoch_holds_every_sample_once_with_all_its_fields(write, make, store
 
 
 def test_the_order_is_that_of_the_shuffle_for_this_seed_and_epoch(make):
-    for shuffle in (FullShuffle(), WindowShuffle(8)):
-        loader = make(shuffle=shuffle, seed=3)
-        for epoch in range(3):
-            assert consumed(loader, "n") == shuffle.permutation(NUM_SAMPLES, 3, epoch).tolist()
+    loader = make(shuffle=FullShuffle(), seed=3)
+    for epoch in range(3):
+        order = FullShuffle().permutation(NUM_SAMPLES, 3, epoch)
+        assert loader.order(epoch).tolist() == consumed(loader, "n") == order.tolist()
+
+
+def test_a_window_goes_through_the_chunks_in_an_order_of_its_own(make):
+    loader = make(shuffle=WindowShuffle(8), seed=3)
+    groups = loader.source.blocks(np.arange(NUM_SAMPLES))
+    for epoch in range(3):
+        order = window_order(groups, 8, 3, epoch)
+        assert loader.order(epoch).tolist() == consumed(loader, "n") == order.tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -517,6 +526,7 @@ def test_a_state_holds_plain_numbers_and_text(make):
         "num_samples": NUM_SAMPLES,
         "seed": 3,
         "shuffle": "window:8",
+        "window": {"chunks": state["window"]["chunks"], "num_lanes": 1, "lane_samples": 1},
         "step_samples": 5,
         "epoch": 0,
         "samples_consumed": 5,
@@ -693,11 +703,12 @@ def test_a_batch_larger_than_the_dataset_is_all_of_it(path):
 
 def test_a_full_shuffle_of_compressed_data_is_warned_of(write):
     path = write("packed.h5", **STORED["compressed"])
-    [(text, place)] = warnings_of(lambda: H5Loader(path, 5))
+    source = H5Source(path, cache_bytes=0)  # larger than what is kept whole
+    [(text, place)] = warnings_of(lambda: H5Loader(source, 5))
     assert text == (
         "a full shuffle decodes a whole chunk for nearly every sample of this file (n: read once and kept in memory; "
-        "x: h5py (chunks pass through gzip and have to be decoded)). Use shuffle='window', or make the file fast once "
-        f"with: gpufeed pack {path} OUT.h5"
+        "x: chunks (chunks pass through gzip and are decoded by several threads)). Use shuffle='window', or make the "
+        f"file fast once with: gpufeed pack {path} OUT.h5"
     )
     assert place == __file__
 
@@ -706,6 +717,7 @@ def test_a_full_shuffle_of_compressed_data_is_warned_of(write):
     ("stored", "options"),
     [
         ("compressed", {"shuffle": "window"}),
+        ("compressed", {"shuffle": "full"}),
         ("compressed", {"shuffle": None}),
         ("compressed", {"keys": ["n"]}),
         ("chunks", {}),
@@ -919,3 +931,30 @@ def test_a_file_cut_during_an_epoch_is_an_error_in_the_loop_and_not_a_dead_proce
 
 def test_a_program_ends_beside_a_running_epoch(ended):
     assert (ended["end of the program"].code, ended["end of the program"].text) == (0, "")
+
+
+def test_batches_copied_ahead_are_those_in_host_memory(write):
+    path = write("ahead.h5", **STORED["chunks"])
+    with H5Loader(path, 5) as host, H5Loader(path, 5, device="cpu") as ahead:
+        for one, other in zip(host, ahead, strict=True):
+            assert list(one) == list(other)
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("stored", ["chunks", "compressed"])
+def test_a_process_of_its_own_reads_the_same_batches(write, stored):
+    path = write("isolated.h5", **STORED[stored])
+    with (
+        H5Loader(path, 5, seed=4, shuffle="window:8") as here,
+        H5Loader(path, 5, seed=4, shuffle="window:8", isolate=True) as there,
+    ):
+        for _ in range(2):
+            for one, other in zip(here, there, strict=True):
+                assert list(one) == list(other)
+                assert all(torch.equal(one[name], other[name]) for name in one)
+        iterator = iter(there)
+        next(iterator)
+        state = there.state_dict()
+        rest = [numbers_of(batch) for batch in iterator]
+        there.load_state_dict(state)
+        assert [numbers_of(batch) for batch in there] == rest

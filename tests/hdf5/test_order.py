@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 
 import numpy as np
@@ -9,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, NoShuffle, WindowShuffle, parse_shuffle
+from lightning_gpufeed.hdf5.order import (
+    EpochPlan,
+    FullShuffle,
+    NoShuffle,
+    WeightedShuffle,
+    WindowShuffle,
+    parse_shuffle,
+)
 from tests.contracts import check_epoch_plan, check_shuffle, exactly
 
 SHUFFLES = [FullShuffle(), WindowShuffle(), WindowShuffle(1), WindowShuffle(7), WindowShuffle(10**9), NoShuffle()]
@@ -125,6 +133,179 @@ def test_other_forms_of_a_shuffle_are_refused(given):
 def test_a_window_of_zero_in_text_form_is_refused_too():
     with pytest.raises(ValueError, match=exactly("window_samples is 0; expected at least 1.")):
         parse_shuffle("window:0")
+
+
+# Draws by weight ---------------------------------------------------------------------------------------------
+
+some_weights = st.lists(st.one_of(st.just(0.0), st.floats(0, 1e9)), min_size=1, max_size=60).filter(any).map(np.array)
+
+
+# Promised like the orders above.
+@pytest.mark.parametrize(
+    ("seed", "epoch", "full", "window", "none"),
+    [
+        (
+            0,
+            0,
+            [3, 3, 4, 3, 1, 1, 1, 1, 4, 3, 4, 4],
+            [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 4, 4],
+            [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 4, 4],
+        ),
+        (
+            0,
+            1,
+            [4, 1, 1, 4, 3, 5, 4, 3, 4, 4, 4, 4],
+            [1, 1, 4, 3, 4, 3, 4, 4, 4, 4, 4, 5],
+            [1, 1, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5],
+        ),
+        (
+            1,
+            0,
+            [4, 1, 4, 1, 3, 4, 4, 1, 4, 1, 0, 4],
+            [0, 1, 1, 1, 1, 3, 4, 4, 4, 4, 4, 4],
+            [0, 1, 1, 1, 1, 3, 4, 4, 4, 4, 4, 4],
+        ),
+        (
+            2**32 - 1,
+            7,
+            [0, 4, 3, 0, 1, 4, 4, 3, 3, 3, 4, 0],
+            [0, 0, 0, 1, 3, 3, 3, 4, 3, 4, 4, 4],
+            [0, 0, 0, 1, 3, 3, 3, 3, 4, 4, 4, 4],
+        ),
+    ],
+)
+def test_draws_are_those_of_the_first_release(seed, epoch, full, window, none):
+    weights = np.array([1.0, 2.0, 0.0, 3.0, 4.0, 0.5])
+    for order, expected in [(FullShuffle(), full), (WindowShuffle(3), window), (NoShuffle(), none)]:
+        assert WeightedShuffle(weights, order).permutation(12, seed, epoch).tolist() == expected
+
+
+def test_long_draws_are_those_of_the_first_release():
+    shuffle = WeightedShuffle(1.0 / np.arange(1, 50_001))
+    assert shuffle.digest == "f6564c07"
+    drawn = shuffle.permutation(100_000, 3, 2)
+    assert drawn.dtype == np.int64
+    assert f"{zlib.crc32(drawn.astype('<i8').tobytes()):08x}" == "8415ac1b"
+
+
+@settings(max_examples=80)
+@given(some_weights, st.integers(1, 300), st.integers(0, 2**32 - 1), st.integers(0, 99))
+def test_only_samples_of_some_weight_are_drawn_and_the_arguments_alone_decide_which(weights, num_draws, seed, epoch):
+    shuffle = WeightedShuffle(weights)
+    drawn = shuffle.permutation(num_draws, seed, epoch)
+    assert len(drawn) == num_draws
+    assert (weights[drawn] > 0).all()
+    np.random.seed(epoch)  # the global generator has no say
+    np.testing.assert_array_equal(WeightedShuffle(weights.tolist()).permutation(num_draws, seed, epoch), drawn)
+    # A power of two changes no digit of a number.
+    np.testing.assert_array_equal(WeightedShuffle(weights * 4).permutation(num_draws, seed, epoch), drawn)
+
+
+@settings(max_examples=60)
+@given(some_weights, st.integers(1, 200), st.integers(1, 200), st.integers(0, 99))
+def test_a_longer_epoch_begins_with_the_draws_of_a_shorter_one(weights, num_draws, more, seed):
+    shuffle = WeightedShuffle(weights)
+    longer = shuffle.permutation(num_draws + more, seed, 1)
+    np.testing.assert_array_equal(longer[:num_draws], shuffle.permutation(num_draws, seed, 1))
+
+
+@settings(max_examples=60)
+@given(some_weights, st.integers(1, 300), st.integers(1, 50), st.integers(0, 99))
+def test_the_order_has_no_say_in_which_samples_are_drawn(weights, num_draws, window, seed):
+    full, near, rising = (
+        WeightedShuffle(weights, order).permutation(num_draws, seed, 4)
+        for order in (FullShuffle(), WindowShuffle(window), NoShuffle())
+    )
+    np.testing.assert_array_equal(rising, np.sort(full))
+    np.testing.assert_array_equal(near, rising[WindowShuffle(window).permutation(num_draws, seed, 4)])
+
+
+def test_samples_are_drawn_as_often_as_their_weights_say():
+    weights = np.concatenate([[0.0], np.logspace(0, 4, 40), [0.0]])
+    num_draws = 1_000_000
+    counts = np.bincount(WeightedShuffle(weights).permutation(num_draws, 7, 0), minlength=42)
+    expected = num_draws * weights / weights.sum()
+    # The standard deviation of a count; the seed is fixed, so this is no matter of luck.
+    sigma = np.sqrt(expected * (1 - weights / weights.sum()))
+    assert (np.abs(counts - expected) <= 5 * sigma).all()
+    assert counts[[0, 41]].tolist() == [0, 0]
+
+
+def test_a_draw_says_nothing_of_the_next_one_nor_of_the_next_epoch():
+    weights = np.arange(1.0, 9.0)
+    shuffle = WeightedShuffle(weights)
+    first, second = (shuffle.permutation(400_001, 7, epoch) for epoch in range(2))
+    shares = weights / weights.sum()
+    expected = 400_000 * np.outer(shares, shares)
+    for left, right in [(first[:-1], first[1:]), (first[1:], second[1:])]:
+        pairs = np.bincount(left * 8 + right, minlength=64).reshape(8, 8)
+        assert (np.abs(pairs - expected) <= 5 * np.sqrt(expected)).all()
+
+
+def test_a_sample_may_come_several_times_and_equal_weights_leave_out_as_many_as_chance_does():
+    drawn = WeightedShuffle(np.ones(100_000)).permutation(100_000, 0, 0)
+    # 1 / e of the samples are not among the draws; standard deviation 0.001.
+    assert abs(len(np.unique(drawn)) / 100_000 - (1 - np.exp(-1))) < 0.005
+
+
+def test_each_draw_is_the_first_sample_whose_sum_exceeds_the_random_number():
+    weights = np.random.default_rng(0).random(200) ** 8
+    sums = np.cumsum(weights / weights.max())
+    sums /= sums[-1]
+    bits = np.random.PCG64(np.random.SeedSequence([11, 6, 1])).random_raw(500)
+    numbers = [int(word >> np.uint64(11)) / 2**53 for word in bits]
+    expected = [next(n for n, total in enumerate(sums) if total > number) for number in numbers]
+    assert WeightedShuffle(weights).permutation(500, 11, 6).tolist() == expected
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-300, 1e300], ids=str)
+def test_weights_of_any_size_are_added_up_without_overflow(scale):
+    drawn = WeightedShuffle(np.full(10, scale)).permutation(10_000, 0, 0)
+    assert np.bincount(drawn).min() > 850  # 1000 expected, standard deviation 30
+
+
+@pytest.mark.parametrize("weights", [np.ones(3, np.float32), np.array([2, 2, 2], np.uint8), [True] * 3], ids=repr)
+def test_weights_may_be_numbers_of_any_type(weights):
+    assert WeightedShuffle(weights) == WeightedShuffle(np.ones(3))
+
+
+def test_draws_are_equal_if_weights_and_order_are():
+    shuffle = WeightedShuffle(np.array([1.0, 3.0]), WindowShuffle(9))
+    assert (str(shuffle), repr(shuffle)) == (
+        f"weighted:{shuffle.digest}:window:9",
+        "WeightedShuffle(2 weights, order=window:9)",
+    )
+    sent = pickle.loads(pickle.dumps(shuffle))
+    assert sent == shuffle
+    assert hash(sent) == hash(shuffle)
+    assert (
+        len({shuffle, WeightedShuffle(shuffle.weights), WeightedShuffle(np.array([3.0, 1.0]), WindowShuffle(9))}) == 3
+    )
+    assert shuffle != WindowShuffle(9)
+
+
+def test_the_weights_of_a_shuffle_are_its_own():
+    weights = np.array([1.0, 3.0])
+    shuffle = WeightedShuffle(weights)
+    before = shuffle.permutation(50, 0, 0).tolist()
+    weights[0] = 1000
+    assert shuffle.permutation(50, 0, 0).tolist() == before
+    with pytest.raises(ValueError, match="read-only"):
+        shuffle.weights[0] = 5
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [float("nan")], [], [[1.0]]], ids=str)
+def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
+    with pytest.raises(ValueError, match="sampling weight"):
+        WeightedShuffle(weights)
+
+
+def test_weights_are_no_text_form_of_a_shuffle():
+    shuffle = WeightedShuffle(np.ones(2))
+    for value in (shuffle, str(shuffle)):
+        message = f"shuffle={value!r} is not understood; expected 'full', 'window', 'window:N' (N samples) or None."
+        with pytest.raises(ValueError, match=exactly(message)):
+            parse_shuffle(value)
 
 
 @st.composite

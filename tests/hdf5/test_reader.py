@@ -25,8 +25,10 @@ from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
 from lightning_gpufeed.hdf5.order import WindowShuffle
 from lightning_gpufeed.hdf5.reader import (
     BlockReader,
+    ChunkReader,
     FieldReader,
     GatherReader,
+    RawReader,
     ResidentReader,
     is_resident,
     open_reader,
@@ -157,6 +159,10 @@ def test_every_reader_returns_what_h5py_returns(files):
                 check_reader(reader, expected)
         is_raw = all(layout.engine is Engine.RAW for layout in layouts)
         event(f"all raw: {is_raw}")
+        if all(layout.engine is not Engine.H5PY for layout in layouts):
+            for sizes in ({"buffer_bytes": 0}, {"buffer_bytes": 100}, {"buffer_bytes": 0, "cache_bytes": 1 << 20}):
+                with closing(ChunkReader(layouts, **sizes)) as reader:
+                    check_reader(reader, expected)
         if is_raw:
             with closing(GatherReader(layouts)) as reader:
                 check_reader(reader, expected)
@@ -191,6 +197,8 @@ def images(num_samples: int, *, scale: int = 1) -> np.ndarray:
 READERS = {
     "gather": lambda layouts: GatherReader(layouts),
     "block": lambda layouts: BlockReader(layouts, cache_bytes=0),
+    "chunk": lambda layouts: ChunkReader(layouts, buffer_bytes=1 << 20),
+    "raw": lambda layouts: RawReader(layouts, buffer_bytes=1 << 20),
     "resident": lambda layouts: ResidentReader(layouts),
 }
 each_reader = pytest.mark.parametrize("open_it", READERS.values(), ids=READERS.keys())
@@ -263,7 +271,7 @@ def test_raw_and_compressed_files_are_one_dataset(store, raw_first):
         layouts.reverse()
         expected.reverse()
     with closing(open_reader(layouts, resident_bytes=0, cache_bytes=0)) as reader:
-        assert isinstance(reader, BlockReader)
+        assert isinstance(reader, ChunkReader)
         check_reader(reader, np.concatenate(expected))
 
 
@@ -279,15 +287,16 @@ def test_numbers_with_a_dictionary_are_read_as_numbers(store):
 @pytest.mark.parametrize(
     ("options", "resident_bytes", "kind"),
     [
-        ({"data": images(10)}, 1 << 20, GatherReader),
-        ({"data": images(10), "chunks": (2, 100)}, 1 << 20, GatherReader),
-        ({"data": images(10), "chunks": (2, 50)}, 1 << 20, BlockReader),
-        ({"data": images(10), "chunks": (2, 100), "compression": "gzip"}, 1 << 20, BlockReader),
+        ({"data": images(10)}, 1 << 20, RawReader),
+        ({"data": images(10), "chunks": (2, 100)}, 1 << 20, RawReader),
+        ({"data": images(10), "chunks": (2, 50)}, 1 << 20, ChunkReader),
+        ({"data": images(10), "chunks": (2, 100), "compression": "gzip"}, 1 << 20, ChunkReader),
+        ({"data": images(10), "chunks": (2, 100), "scaleoffset": 8}, 1 << 20, BlockReader),
         ({"data": np.arange(10)}, 80, ResidentReader),
-        ({"data": np.arange(10)}, 79, GatherReader),
+        ({"data": np.arange(10)}, 79, RawReader),
         ({"data": np.arange(10), "chunks": (2,), "compression": "gzip"}, 80, ResidentReader),
         ({"data": np.zeros((10, 64), np.uint8)}, 1 << 20, ResidentReader),
-        ({"data": np.zeros((10, 65), np.uint8)}, 1 << 20, GatherReader),
+        ({"data": np.zeros((10, 65), np.uint8)}, 1 << 20, RawReader),
     ],
     ids=str,
 )

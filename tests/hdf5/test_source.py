@@ -148,7 +148,7 @@ def test_files_may_be_stored_in_different_ways(write, opened):
     source = opened([write(f"part{n}.h5", x=options) for n, options in enumerate(stored)])
     order = np.random.default_rng(0).permutation(9)
     assert as_bytes(source.read_new(order)["x"]) == as_bytes(images(9)[order])
-    assert source.engine_lines == ["x: h5py (chunks pass through gzip and have to be decoded)"]
+    assert source.engine_lines == ["x: chunks (chunks pass through gzip and are decoded by several threads)"]
 
 
 def test_byte_orders_may_differ_between_files(write, opened):
@@ -202,7 +202,7 @@ def test_lines_tell_how_each_field_is_read(write, opened):
     assert opened(path).engine_lines == [
         "images: raw (uncompressed, every sample in one block: gathered straight from the mapped file)",
         "labels: read once and kept in memory",
-        "packed: h5py (chunks pass through gzip and have to be decoded)",
+        "packed: chunks (chunks pass through gzip and are decoded by several threads)",
     ]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.hdf5.folds import FoldChoice
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split
 from lightning_gpufeed.hdf5.splits import H5Splits
 from tests.contracts import check_division, exactly, joined
@@ -161,6 +162,36 @@ def test_named_keys_hold_for_every_file_but_not_for_other_splits_of_the_training
 def test_several_files_are_one_split(write):
     paths = [write(f"part{n}.h5", x=np.arange(3) + 10 * n) for n in range(3)]
     assert samples(make(paths, val=tuple(paths[:1])), "train") == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+
+
+def test_several_files_may_be_chunked_differently_and_hold_several_splits(write):
+    paths = []
+    for n in range(3):
+        paths.append(write(f"part{n}.h5"))
+        with h5py.File(paths[-1], "a") as h5_file:
+            for number, split in enumerate(("train", "val")):
+                numbers = np.arange(4 + n) + 100 * number + 10 * n
+                h5_file.create_dataset(
+                    f"{split}/x", data=numbers, chunks=(n + 1,), compression="gzip" if n == 1 else None
+                )
+    splits = make(paths, keys=["{split}/x"])
+    assert samples(splits, "train") == [0, 1, 2, 3, 10, 11, 12, 13, 14, 20, 21, 22, 23, 24, 25]
+    assert samples(splits, "val") == [number + 100 for number in samples(splits, "train")]
+
+
+@pytest.mark.parametrize("where", ["in one split", "in two"])
+def test_files_that_number_their_classes_differently_are_refused(write, where):
+    paths = [write(f"part{n}.h5", x=np.arange(3), kind=np.arange(3)) for n in range(2)]
+    for path, names in zip(paths, (["cat", "dog", "owl"], ["cat", "cow", "dog"]), strict=True):
+        with h5py.File(path, "a") as h5_file:
+            h5_file["kind"].attrs["class_names"] = names
+    splits = make(paths) if where == "in one split" else make(paths[0], val=paths[1])
+    message = (
+        f"{paths[1]}: class 1 is 'cow', but 'dog' in {paths[0]}: the same label means something else. Pack both from "
+        f"the same set of class folders."
+    )
+    with pytest.raises(LayoutError, match=exactly(message)):
+        [splits.get(split) for split in ("train", "val")]
 
 
 @pytest.mark.parametrize("path_type", [str, Path])
@@ -385,3 +416,119 @@ def test_a_missing_file_is_missing_when_its_split_is_asked_for(plain, tmp_path):
     assert len(samples(splits, "train")) == 100
     with pytest.raises(FileNotFoundError, match=r"gone\.h5"):
         splits.get("val")
+
+
+# Masks, datasets of sample numbers, folds --------------------------------------------------------------------
+
+
+def test_samples_may_be_given_by_a_mask(plain):
+    mask = np.arange(100) % 10 == 3
+    for form in (mask, mask.tolist(), mask.astype(np.uint8), torch.from_numpy(mask)):
+        splits = make(plain, val=form, predict=form)
+        assert samples(splits, "val") == samples(splits, "predict") == list(range(3, 100, 10))
+        check_division(np.arange(100), np.array(samples(splits, "val")), np.array(samples(splits, "train")))
+        assert samples(make(plain, train_indices=form), "train") == list(range(3, 100, 10))
+
+
+@pytest.mark.parametrize("split", ["val", "train_indices"])
+def test_a_mask_that_marks_nothing_is_refused(plain, split):
+    with pytest.raises(ValueError, match=exactly(f"{split}: the mask marks no sample; expected at least one.")):
+        make(plain, **{split: [False] * 100}).get("train")
+
+
+@pytest.fixture
+def divided(write) -> Path:
+    """Ten samples and what a file may say of how they are divided."""
+    return write(
+        "divided.h5",
+        x=np.arange(10),
+        **{
+            "splits/train": np.array([8, 0, 2, 4]),
+            "splits/val": np.array([3, 1]),
+            "splits/test": np.arange(10) == 5,
+            "mask_train": (np.arange(10) < 7).astype(np.uint8),
+            "w_train": np.arange(10.0),
+            "w_val": np.arange(10.0),
+        },
+    )
+
+
+def test_samples_may_be_named_by_datasets_of_the_training_file(divided):
+    splits = make(divided, train_indices="splits/train", predict="splits/val", columns=["w_{split}"])
+    assert samples(splits, "train") == [8, 0, 2, 4]
+    assert samples(splits, "predict") == [3, 1]
+    # What says something of samples is no field, of whichever split it is.
+    assert list(splits.get("train")[0].fields) == ["mask_train", "x"]
+    splits = make(divided, val="splits/val", test="splits/test", columns=["w_train"])
+    assert [samples(splits, split) for split in ("val", "test")] == [[3, 1], [5]]
+    assert samples(splits, "train") == [0, 2, 4, 6, 7, 8, 9]
+    splits = make(divided, train_indices="mask_{split}", val="splits/val", columns=["w_train"])
+    assert samples(splits, "train") == [0, 2, 4, 5, 6]
+    assert list(splits.get("train")[0].fields) == ["x"]
+
+
+def test_a_column_is_a_field_where_keys_name_it(divided):
+    splits = make(divided, train_indices="mask_train", keys=["x", "mask_train"])
+    assert list(splits.get("train")[0].fields) == ["x", "mask_train"]
+
+
+def test_sample_numbers_are_counted_inside_each_of_several_files(write):
+    paths = [write(f"part{n}.h5", x=np.arange(5) + 10 * n, s=np.array([n, 4])) for n in range(3)]
+    splits = make(paths, val="s")
+    assert samples(splits, "val") == [0, 4, 11, 14, 22, 24]
+    assert len(samples(splits, "train")) == 9
+
+
+def test_a_file_wins_over_a_dataset_of_the_same_name(divided, write, monkeypatch):
+    other = write("mask_train", x=np.arange(3) + 50)
+    monkeypatch.chdir(other.parent)
+    assert samples(make(divided, val="mask_train", columns=["w_train", "splits/train"]), "val") == [50, 51, 52]
+
+
+def test_a_text_that_is_neither_file_nor_dataset_is_a_missing_file(divided):
+    with pytest.raises(FileNotFoundError, match=r"splits/none"):
+        make(divided, val="splits/none").get("val")
+
+
+def test_a_fold_is_validated_on_and_the_others_are_trained_on(write):
+    path = write("folds.h5", x=np.arange(12), fold=np.arange(12) % 3)
+    seen = []
+    for fold in range(3):
+        splits = make(path, fold=FoldChoice(fold, "fold"))
+        val, train = samples(splits, "val"), samples(splits, "train")
+        check_division(np.arange(12), np.array(val), np.array(train))
+        assert list(splits.get("val")[0].fields) == ["x"]
+        seen += val
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize("first", SPLITS)
+def test_folds_are_made_of_what_test_samples_and_a_choice_leave(plain, first):
+    everything = []
+    for fold in range(4):
+        choice = FoldChoice(fold, None, 4)
+        splits = make(plain, test=0.25, fold=choice, train_indices=list(range(80)), stratify_by="y", seed=2)
+        splits.get(first)
+        val, test, train = (samples(splits, split) for split in ("val", "test", "train"))
+        assert (len(val), len(test), len(train)) == (15, 20, 45)
+        assert sorted([*val, *test, *train]) == list(range(80))
+        assert set(np.bincount(samples(splits, "val", "y"))) <= {3, 4}
+        everything += val
+    assert sorted([*everything, *test]) == list(range(80))
+
+
+def test_the_seed_decides_folds_that_are_made(plain):
+    parts = [samples(make(plain, fold=FoldChoice(1, None, 5), seed=seed), "val") for seed in (1, 1, 2)]
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_validation_data_is_given_or_a_fold(plain):
+    message = "both val and fold are given: a fold of the training samples is for validation. Leave val off."
+    with pytest.raises(ValueError, match=exactly(message)):
+        make(plain, val=0.1, fold=FoldChoice(0, None, 5))
+
+
+def test_a_fold_needs_training_data():
+    message = "a fold is a part of the training data, but train= is missing."
+    with pytest.raises(ValueError, match=exactly(message)):
+        make(fold=FoldChoice(0, None, 5)).get("val")
