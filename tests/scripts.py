@@ -36,9 +36,11 @@ import os
 if os.fork():
     os._exit(0)
 os.setsid()
-import json, runpy, signal, socket, sys
+import gc, json, runpy, signal, socket, sys
 import lightning.pytorch, lightning_gpufeed
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+gc.collect()
+gc.freeze()  # no script has to look through what was imported
 requests = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to ask for how they ended
 while True:

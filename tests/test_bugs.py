@@ -621,9 +621,7 @@ class Rows:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(
-    "stored", ["raw", pytest.param("gzip", marks=pytest.mark.xfail(run=False, reason="waits for threads left behind"))]
-)
+@pytest.mark.parametrize("stored", ["raw", "gzip"])
 def test_workers_forked_beside_open_files_read_what_h5py_reads(tmp_path, stored):
     # R4: `bad object header`, labels of 255: several processes shared one file position, or one cache.
     rows = write_rows(tmp_path / "a.h5", **STORED[stored])
@@ -640,7 +638,6 @@ def read_while_written(path: Path, h5_dataset: Any) -> None:
     assert (batch["rows"][6] == 77).all(), "what was there before"
 
 
-@pytest.mark.xfail(strict=True, reason="what is written meanwhile is read as it was before, without a word")
 @pytest.mark.parametrize("stored", STORED)
 def test_a_file_that_this_process_has_open_for_writing_is_refused(tmp_path, stored):
     # R5: HDF5 lets a process read what it is writing. What is not flushed yet lies in its memory, not in the file.
@@ -739,14 +736,7 @@ def ended(tmp_path_factory) -> tuple[Path, dict[str, Ended]]:
     return folder, run_forked(PROCESSES.format(folder=str(folder)), {**locks, **KILLED})
 
 
-WRONG_ADVICE = pytest.mark.xfail(
-    strict=True, reason="called damaged; best effort forgives only what is not implemented"
-)
-
-
-@pytest.mark.parametrize(
-    "error", [pytest.param(37, marks=WRONG_ADVICE), 38, pytest.param(95, marks=WRONG_ADVICE)], ids=str
-)
+@pytest.mark.parametrize("error", [37, 38, 95], ids=str)
 def test_a_file_on_a_file_system_without_locks_is_read(ended, error):
     # R13: `unable to lock file, errno = 37`, on clusters everywhere. Nobody can be kept from writing there.
     process = ended[1][str(error)]
@@ -755,7 +745,6 @@ def test_a_file_on_a_file_system_without_locks_is_read(ended, error):
     assert process.last_line == "400 400", process.text
 
 
-@pytest.mark.xfail(strict=True, reason="called damaged")
 def test_locks_that_are_demanded_and_cannot_be_had_are_named(ended, tmp_path):
     # R13, where the environment says that locks are a must: HDF5 then listens to nobody else. Read at its start.
     folder, _ = ended

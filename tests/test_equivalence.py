@@ -133,9 +133,7 @@ def test_training_on_images_equals_training_on_a_tensor_dataset(tmp_path, files,
     ours = fit(
         Recorder(72 * channels, schedule=True, keep_images=True),
         tmp_path,
-        H5ImageDataModule(
-            train, val=val, batch_size=BATCH_SIZE, seed=SEED, mean=MEAN[:channels], std=STD[:channels]
-        ),
+        H5ImageDataModule(train, val=val, batch_size=BATCH_SIZE, seed=SEED, mean=MEAN[:channels], std=STD[:channels]),
     )
     assert differences(ours, plain) == []
     # The comparison itself is not empty: three epochs of all samples, validated twice in each.

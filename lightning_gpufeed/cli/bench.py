@@ -140,7 +140,7 @@ class _Bench:
             shuffle=str(self._shuffle),
             sample_bytes=self._sample_bytes,
             engines=tuple(self._source.engine_lines),
-            is_decoded=self._source.needs_decoding,
+            is_decoded=self._source.needs_decoding and not self._source.fits_cache,
             first_pass=first,
             first_usage=first_usage,
             feed=feed,

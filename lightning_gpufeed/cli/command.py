@@ -1,7 +1,8 @@
-"""The `gpufeed` command: `pack SOURCE OUT.h5`, `inspect FILE`, `bench FILE` and `plan LAYERS.csv`.
+"""The `gpufeed` command: `pack`, `repack`, `inspect`, `doctor`, `bench` and `plan`.
 
 Results go to stdout; progress, warnings and errors to stderr. An error is one sentence; GPUFEED_DEBUG=1 adds the
-traceback. Exit codes: 2 for what cannot be done as asked, 130 after Ctrl-C, 141 when nobody reads the output, else 0.
+traceback. Exit codes: 1 if `doctor` warns, 2 for what cannot be done as asked, 130 after Ctrl-C, 141 when nobody reads
+the output, else 0.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 from jsonargparse import ArgumentError
 
 import lightning_gpufeed
+from lightning_gpufeed.cli.doctor import run_doctor
 from lightning_gpufeed.cli.messages import error_text, say, usage_text, warnings_as_lines
 from lightning_gpufeed.cli.options import build_parser
 from lightning_gpufeed.cli.plan import plan_model, read_layers, render_plan, save_picture, transformer_layers
 from lightning_gpufeed.cli.progress import show_progress
+from lightning_gpufeed.cli.repack import run_repack
 from lightning_gpufeed.errors import GpuFeedError
 from lightning_gpufeed.hdf5.inspection import inspect_file
 from lightning_gpufeed.hdf5.journal import Journal, OutputPaths
@@ -46,9 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    commands: dict[str, Callable[[dict[str, Any]], None]] = {
+    commands: dict[str, Callable[[dict[str, Any]], int | None]] = {
         "pack": _pack,
+        "repack": run_repack,
         "inspect": _inspect,
+        "doctor": run_doctor,
         "bench": _bench,
         "plan": _plan,
     }
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = options[options.command].as_dict()
     try:
         with warnings_as_lines():
-            commands[options.command](arguments)
+            code = commands[options.command](arguments)
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say(_interrupted_text(arguments))
         return EXIT_INTERRUPTED
-    return 0
+    return code or 0
 
 
 def _fail(text: str) -> int:

@@ -22,6 +22,20 @@ A kill or Ctrl-C loses nothing: the same command goes on where it stopped.
 """
 
 
+_REPACKS = """\
+Keys, types, lengths and attributes stay; several files are joined along the first axis. Nothing is rounded: to store
+floats as uint8, or images in another order, see gpufeed pack. Every value is compared with its source in the end.
+
+A kill or Ctrl-C loses nothing: the same command goes on where it stopped.
+"""
+
+
+_FINDINGS = """\
+Locks, the file system, memory, workers, filters, chunks and values. Each finding says what was seen, why it matters and
+the line that cures it. The exit code is 1 if there is a warning or a problem, 0 if there are notices at most.
+"""
+
+
 _PHASES = """\
 No model is needed. The first pass over the file, or half of the time if it takes longer, is kept apart: it may come
 from storage. The rest is judged as FeedMonitor judges a training. With --step-ms it is halved again: in its second
@@ -58,6 +72,14 @@ def build_parser(version: str) -> ArgumentParser:
     packing = ArgumentParser(description=text, formatter_class=_HELP)
     _add_pack_options(packing)
     commands.add_subcommand("pack", packing, help="pack images or arrays into one HDF5 file that trains fast")
+    text = f"Write HDF5 files anew with chunks that hold whole samples, every value as it is.\n\n{_REPACKS}"
+    repacking = ArgumentParser(description=text, formatter_class=_HELP)
+    _add_repack_options(repacking)
+    commands.add_subcommand("repack", repacking, help="give HDF5 files a layout that is read fast, every value kept")
+    text = f"Look for what makes HDF5 files slow, unsafe or wrong to train from.\n\n{_FINDINGS}"
+    examining = ArgumentParser(description=text, formatter_class=_HELP)
+    _add_doctor_options(examining)
+    commands.add_subcommand("doctor", examining, help="say what is wrong with HDF5 files, and what cures it")
     text = "Say what is in an HDF5 file, how fast it is read, and what would make that faster."
     inspecting = ArgumentParser(description=text, formatter_class=_HELP)
     _add_inspect_options(inspecting)
@@ -116,6 +138,26 @@ def _add_pack_options(parser: ArgumentParser) -> None:
     add("--verify", action="store_true", help="read the file back and compare checksums")
     add("--no-resume", dest="resume", action="store_false", help="begin anew after an interrupted run")
     add("--overwrite", action="store_true", help="replace OUT.h5 if it exists, when the new file is complete")
+
+
+def _add_repack_options(parser: ArgumentParser) -> None:
+    """The keyword arguments of `repack`."""
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="FILE", help="HDF5 files, joined in this order")
+    add("out", metavar="OUT.h5", help="file to write")
+    add("--keys", type=_names, metavar="A,B", help="arrays to take (default: all)")
+    add("--compress", choices=["gzip", "lz4", "zstd"], help="compress the chunks (default: not, which is fastest)")
+    add("--chunk-bytes", type=_whole, default=512 * 1024, metavar="N", help="most bytes of a chunk (default: 524288)")
+    add("--no-verify", dest="verify", action="store_false", help="do not compare the new file with its sources")
+    add("--no-resume", dest="resume", action="store_false", help="begin anew after an interrupted run")
+    add("--overwrite", action="store_true", help="replace OUT.h5 if it exists, when the new file is complete")
+
+
+def _add_doctor_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", metavar="FILE|DIR", help="an HDF5 file, or a folder whose HDF5 files are all looked at")
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--max-files", type=_whole, default=1000, metavar="N", help="most files of a folder (default: 1000)")
 
 
 def _add_inspect_options(parser: ArgumentParser) -> None:

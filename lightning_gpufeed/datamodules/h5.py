@@ -73,8 +73,8 @@ class H5DataModule(LightningDataModule):
     ====================================  ===================================================================
 
     What stays bitwise equal: a training over this DataModule equals one over a `TensorDataset` in the same order.
-    Resuming in the middle of an epoch gives the weights of the run that was not interrupted; with another batch
-    size or number of ranks it continues with exactly the samples that were left.
+    Resuming in mid-epoch gives the weights of the run that was not interrupted; with another batch size or number of
+    ranks it continues with exactly the samples that were left.
 
     Example:
         >>> dm = H5DataModule("train.h5", val=0.1, keys=["x", "y"], batch_size=256)    # doctest: +SKIP
@@ -120,17 +120,16 @@ class H5DataModule(LightningDataModule):
             test: For testing.
             predict: For prediction; None takes what `test` gives.
             keys: Datasets to use: names, or field name -> key. `{split}` in a key stands for `train`, `val`, `test`.
-                None takes every array; those whose names say a split go to that split, under the rest of the name.
+                None takes every array; those whose names say a split go to it, under the rest of the name.
             batch_size: Samples per rank and training step.
             eval_batch_size: The same for the other stages, None takes `batch_size`.
             shuffle: Training order: "full", "window", "window:N" or None. The other stages keep the file's order.
             seed: Decides the training order, the draws, the fractions, and the folds that are made.
             drop_last: Leave out training samples that do not fill a step on every rank.
-            train_indices: Use only these samples of `train` (fractions are then taken from them): numbers, a mask, or
-                the name of a dataset that holds either.
+            train_indices: Use only these samples of `train`: numbers, a mask, or the name of a dataset with either.
             stratify_by: Field of class numbers that fractions, and folds that are made, keep the proportions of.
-            sample_weights: Draw training samples with replacement by these: one number for each sample of `train`, the
-                name of the field or dataset that holds them, class -> weight, or "balanced": every class equally often.
+            sample_weights: Draw training samples with replacement by these: a number for each sample of `train`, the
+                name of the field or dataset with them, class -> weight, or "balanced": every class equally often.
             samples_per_epoch: Draws in an epoch, with `sample_weights`; None for as many as there are samples.
             weight_by: Field of the classes that `sample_weights` speaks of; None takes `stratify_by`, or finds it.
             fold: Which fold of the training samples is for validation, in place of `val`.
@@ -201,8 +200,7 @@ class H5DataModule(LightningDataModule):
                 raise ValueError(self._no_data(split))
             if found is not None and split == "train":
                 self._weights.read(*found)
-        # Without validation data the hook has to look like one that was never written: the Trainer then says
-        # nothing of it, as with any DataModule that has none.
+        # Without validation data the hook looks like one that was never written: the Trainer then says nothing of it.
         self.__dict__.pop("val_dataloader", None)
         if self._splits.get("val") is None:
             self.__dict__["val_dataloader"] = super().val_dataloader
@@ -268,8 +266,7 @@ class H5DataModule(LightningDataModule):
         found = self._splits.get(split)
         if found is None:
             raise ValueError(self._no_data(split))
-        source, _ = found
-        is_train = split == "train"
+        source, is_train = found[0], split == "train"
         loader = make_loader(
             split,
             found,
@@ -288,11 +285,10 @@ class H5DataModule(LightningDataModule):
         )
         loader.on_batch = partial(setattr, self, "_latest_split", split)
         source.on_way = rank_zero_info
-        if split in self._loaders:
-            self._loaders[split].close()
+        if former := self._loaders.get(split):
+            former.close()
         self._loaders[split] = loader
-        # One line, for the data that the run is about.
-        trainer: Any = self.trainer
+        trainer: Any = self.trainer  # one line, for the data that the run is about
         if not self._is_described and (split != "val" or trainer is None or trainer.state.fn != "fit"):
             self._is_described = True
             rank_zero_info(f"{type(self).__name__}: {describe_loader(split, found, loader)}")
@@ -318,9 +314,8 @@ class H5DataModule(LightningDataModule):
 
     def __str__(self) -> str:
         """The splits known so far, with their sizes."""
-        parts = []
-        for split, found in self._splits.opened().items():
-            parts.append(f"{split}: {count_samples(found)} samples of {', '.join(found[0].paths)}")
+        opened = self._splits.opened().items()
+        parts = [f"{split}: {count_samples(one)} samples of {', '.join(one[0].paths)}" for split, one in opened]
         return f"{type(self).__name__}(batch_size={self.batch_size}; {'; '.join(parts) or 'not set up yet'})"
 
     # On the device ---------------------------------------------------------------------------------------

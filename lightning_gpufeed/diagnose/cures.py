@@ -117,8 +117,9 @@ def _repack_action(counters: EpochCounters, slow: FileFacts | None) -> str:
     if slow is None or slow.chunk_shape is None:
         return f"read whole chunks in a row, or write a file with one sample per chunk: `{command}`"
     # As packed by default, several samples still share a chunk, which only this package's own reader does not mind.
-    # Images are packed as bytes, unless it says otherwise.
-    width = (shares.item_bytes(slow.dtype) or 1) if "--keep-dtype" in command else 1
+    # Images are packed as bytes, unless it says otherwise; repacking keeps their type.
+    keeps_type = "--keep-dtype" in command or command.startswith("gpufeed repack")
+    width = (shares.item_bytes(slow.dtype) or 1) if keeps_type else 1
     sample_bytes = math.prod(slow.chunk_shape) // slow.chunk_samples * width
     return f"`{command} --chunk-bytes {sample_bytes}` once, and read OUT.h5: one sample per chunk"
 

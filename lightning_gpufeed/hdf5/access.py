@@ -31,6 +31,9 @@ __all__ = [
 
 StrPath = str | os.PathLike[str]
 
+_MOST_NAMED = 20
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
 PRIVATE_GROUP = "_gpufeed"
 """Group in which `pack` keeps checksums; never taken for data."""
 
@@ -123,16 +126,37 @@ def open_file(path: StrPath, chunk_cache_bytes: int | None = None) -> Iterator[A
         raise LayoutError(f"{name} is a directory; expected an HDF5 file. Pack it first: gpufeed pack {name} OUT.h5")
     if not os.path.isfile(name):
         raise LayoutError(f"{name} is a pipe or device; expected an HDF5 file on a file system.")
+    h5_file = _open(name, chunk_cache_bytes)
     try:
-        h5_file = h5py.File(name, "r", locking="best-effort", rdcc_nbytes=chunk_cache_bytes)
-    except OSError as error:
-        if isinstance(error, PermissionError):
-            raise
-        raise LayoutError(_explain(name, error)) from error
-    try:
+        if h5_file.id.get_intent() & h5py.h5f.ACC_RDWR:
+            raise LayoutError(
+                f"{name}: this process has it open for writing; what it writes meanwhile would be missed or torn. "
+                f"Close that h5py.File first."
+            )
         yield h5_file
     finally:
         h5_file.close()
+
+
+def _open(name: str, chunk_cache_bytes: int | None) -> Any:
+    """Open with a lock where there are locks, and without one where the file system has none."""
+    try:
+        return h5py.File(name, "r", locking="best-effort", rdcc_nbytes=chunk_cache_bytes)
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            raise
+        if error.errno not in _NO_LOCKS:
+            raise LayoutError(_explain(name, error)) from error
+    # HDF5's best effort knows of one of these numbers only.
+    try:
+        return h5py.File(name, "r", locking=False, rdcc_nbytes=chunk_cache_bytes)
+    except OSError as error:
+        if os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() in ("TRUE", "1"):
+            raise LayoutError(
+                f"{name}: its file system has no locks ({error}), and HDF5_USE_FILE_LOCKING="
+                f"{os.environ['HDF5_USE_FILE_LOCKING']} insists on them. Unset it, or set it to FALSE."
+            ) from error
+        raise LayoutError(_explain(name, error)) from error
 
 
 def _explain(name: str, error: OSError) -> str:
@@ -246,7 +270,8 @@ def _has_link(h5_file: Any, key: str) -> bool:
 
 def _describe_keys(h5_file: Any) -> str:
     keys = [f"{key!r} {item.shape} {type_name(item)}" for key, item in list_datasets(h5_file).items()]
-    return ", ".join(keys) if keys else "no datasets at all"
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return ", ".join(keys[:_MOST_NAMED]) + more if keys else "no datasets at all"
 
 
 def type_name(h5_dataset: Any) -> str:

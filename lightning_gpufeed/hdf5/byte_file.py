@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from typing import Protocol
 
 from lightning_gpufeed.errors import FeedError
@@ -54,11 +55,8 @@ class LocalFile:
                     f"the data into fewer files."
                 ) from error
             raise
-        try:
-            refuse_changed(stamp, os.fstat(self._descriptor))
-        except FeedError:
-            self.close()
-            raise
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        refuse_changed(stamp, os.fstat(self._descriptor))
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill a buffer; see `ByteFile.read_into`.
@@ -84,9 +82,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the file. Closing twice is allowed."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._close()
 
 
 def refuse_changed(stamp: FileStamp, status: os.stat_result) -> None:

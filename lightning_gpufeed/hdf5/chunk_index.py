@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ChunkIndex", "chunk_grid", "read_chunk_index"]
+__all__ = ["ChunkIndex", "chunk_grid", "grows_sideways", "has_plain_edge_chunk", "read_chunk_index"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +107,32 @@ def read_chunk_index(h5_dataset: Any, *, is_chunked: bool) -> ChunkIndex:
         index.stored_bytes[flat] = stored_bytes
         index.filter_masks[flat] = filter_masks.astype(np.uint32)
     return index
+
+
+def grows_sideways(h5_dataset: Any) -> bool:
+    """Whether the one axis without a limit is not the first: HDF5 2.0 turns the axes of such an index round.
+
+    Args:
+        h5_dataset: An open h5py dataset.
+
+    Returns:
+        True if the places of its chunks cannot be trusted.
+    """
+    limits = h5_dataset.maxshape if h5_dataset.chunks else (0,)
+    return limits.count(None) == 1 and limits[0] is not None
+
+
+def has_plain_edge_chunk(h5_dataset: Any, index: ChunkIndex) -> bool:
+    """Whether a chunk over the edge may be stored unfiltered (`H5Pset_chunk_opts`): its filter mask says nothing of it.
+
+    Args:
+        h5_dataset: An open h5py dataset with chunks and filters.
+        index: Of its chunks.
+
+    Returns:
+        True if one has the size of unfiltered data.
+    """
+    chunks, shape = h5_dataset.chunks, h5_dataset.shape
+    is_plain = index.stored_bytes == math.prod(chunks) * h5_dataset.dtype.itemsize
+    corners = np.unravel_index(np.flatnonzero(is_plain & (index.filter_masks == 0)), chunk_grid(shape, chunks))
+    return any(bool(((corner + 1) * c > n).any()) for corner, c, n in zip(corners, chunks, shape, strict=True))

@@ -100,6 +100,18 @@ def image_layout(layout: H5DatasetLayout, wanted: str) -> ImageLayout:
         LayoutError: The shape leaves it open, or does not fit.
     """
     shape = layout.sample_shape
+    if not layout.is_tensor:
+        raise LayoutError(
+            f"{layout.path}: images {layout.key!r} hold encoded bytes, or arrays of different sizes, of type "
+            f"{'text' if layout.is_text else 'variable length'}; expected arrays of one shape. Write a Dataset that "
+            f"decodes them, and pack that: gpufeed pack package.module:dataset OUT.h5"
+        )
+    if layout.dtype.kind == "c":
+        raise LayoutError(
+            f"{layout.path}: images {layout.key!r} hold complex numbers ({layout.dtype}), of which an image would only "
+            f"keep the real part. Use H5DataModule, which hands them on as they are, or store real and imaginary part "
+            f"as two channels."
+        )
     stored = layout.attributes.get("layout")
     stored = stored.decode() if isinstance(stored, bytes) else stored
     choice = wanted if wanted != "auto" else str(stored) if stored in ("NCHW", "NHWC", "NHW") else None

@@ -239,7 +239,7 @@ class _Inspection:
             reason = f"{main.dtype} values that uint8 can hold{fit.remark} take {times} times its bytes"
         else:
             return Advice("it is gathered straight from the mapped file already")
-        return Advice(reason, self._pack_command(split, options))
+        return Advice(reason, self._pack_command(split, options, keeps_values=not (options or fit.is_smaller)))
 
     def _some_values(self, layout: H5DatasetLayout) -> Array | None:
         """A few samples from all over the dataset; None and a note if they cannot be read."""
@@ -249,12 +249,14 @@ class _Inspection:
         with closing(H5Source(self._path, [layout.key])) as source:
             return self._unless_damaged(layout.key, lambda: source.read_field(layout.key, picked).numpy())
 
-    def _pack_command(self, split: _Split, options: Sequence[str]) -> str:
+    def _pack_command(self, split: _Split, options: Sequence[str], *, keeps_values: bool) -> str:
+        """The line to type: as it is in a better layout, or changed on the way."""
         keys = [one.key for one in split.members if one.is_tensor and one.num_samples == split.main.num_samples]
         # What cannot be packed, or has another length, has to be left out.
         if {*keys} != {*self._problems, *(layout.key for layout in self._layouts)}:
             options = [f"--keys {shlex.quote(','.join(keys))}", *options]
-        return " ".join(["gpufeed pack", shlex.quote(self._path), "OUT.h5", *options])
+        verb = "repack" if keeps_values and not options else "pack"
+        return " ".join(["gpufeed", verb, shlex.quote(self._path), "OUT.h5", *options])
 
 
 _NO_DATA = Advice("there is no dataset that could be read")

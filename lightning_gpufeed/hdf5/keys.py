@@ -6,7 +6,8 @@ Names are read as words: `x_train`, `train/images`, `train_set_x` and `images-va
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ __all__ = [
     "group_by_split",
     "list_arrays",
     "pick_group",
+    "refuse_one_per_sample",
 ]
 
 Split = Literal["train", "val", "test", "predict"]
@@ -39,6 +41,8 @@ _SPLIT_WORDS: dict[str, Split] = {
     "predict": "predict",
 }
 _MARKER_WORDS = {"is", "in", "split", "mask", "flag", "flags", "idx", "ids", "index", "indices", "fold"}
+_ONE_PER_SAMPLE = 16
+
 _IMAGE_WORDS = ("images", "image", "imgs", "img", "x", "data", "inputs", "input", "features", "pixels")
 _LABEL_WORDS = (
     "labels",
@@ -120,7 +124,29 @@ def list_arrays(path: StrPath) -> list[ArrayInfo]:
             except TypeError:
                 kind = "V"
             found.append(ArrayInfo(key, tuple(int(n) for n in item.shape), kind))
+    refuse_one_per_sample(path, [array.key for array in found])
     return found
+
+
+def refuse_one_per_sample(path: StrPath, keys: Collection[str]) -> None:
+    """Refuse a file that has a dataset, or a group of them, for each sample.
+
+    Args:
+        path: The file.
+        keys: All its datasets.
+
+    Raises:
+        LayoutError: Many names differ in nothing but a number, or but in the name of their group.
+    """
+    for alike in (lambda key: re.sub(r"\d+", "#", key), lambda key: re.sub(r"^[^/]+/", "*/", key)):
+        name, count = Counter(map(alike, keys)).most_common(1)[0] if keys else ("", 0)
+        if count >= _ONE_PER_SAMPLE and name not in keys:
+            what = "group" if "/" in name else "dataset"
+            raise LayoutError(
+                f"{path}: {count} of its {len(keys)} datasets are called {name!r}: one {what} for each sample, it "
+                f"seems; expected arrays whose first axis counts samples. Write a Dataset whose item i is sample i, and "
+                f"pack that: gpufeed pack package.module:dataset OUT.h5. Or name the arrays to use (keys=)."
+            )
 
 
 def group_by_split(arrays: Iterable[ArrayInfo]) -> dict[Split | None, list[ArrayInfo]]:

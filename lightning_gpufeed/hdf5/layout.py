@@ -35,7 +35,13 @@ from lightning_gpufeed.hdf5.access import (
     open_h5_dataset,
     pick_attributes,
 )
-from lightning_gpufeed.hdf5.chunk_index import ChunkIndex, chunk_grid, read_chunk_index
+from lightning_gpufeed.hdf5.chunk_index import (
+    ChunkIndex,
+    chunk_grid,
+    grows_sideways,
+    has_plain_edge_chunk,
+    read_chunk_index,
+)
 from lightning_gpufeed.hdf5.decode import ChunkDecoder, FilterSpec, why_not_decodable
 from lightning_gpufeed.hdf5.linked import find_dependencies
 
@@ -213,7 +219,7 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
     dtype = h5_dataset.dtype.newbyteorder("=") if h5_dataset.dtype.kind in "biufc" else np.dtype(object)
     needs = find_dependencies(path, h5_dataset)
     storage_path = os.path.abspath(h5_dataset.file.filename)
-    is_indexed = storage in (Storage.CHUNKED, Storage.CONTIGUOUS)
+    is_indexed = storage in (Storage.CHUNKED, Storage.CONTIGUOUS) and not grows_sideways(h5_dataset)
     index = read_chunk_index(h5_dataset, is_chunked=storage is Storage.CHUNKED) if is_indexed else None
     engine, reason = _pick_engine(h5_dataset, storage, pipeline, index)
     if engine is not Engine.H5PY:
@@ -257,7 +263,7 @@ def _refuse_type(path: str, key: str, h5_dataset: Any) -> None:
         raise LayoutError(
             f"{path}: dataset {key!r} has the element type {name}; expected integers, floats up to 64 bits, complex "
             f"numbers, booleans, strings, or variable-length arrays of native numbers. Copy what you need of it into a "
-            f"dataset of such a type."
+            f"dataset of such a type, or name the datasets to use (keys=)."
         )
 
 
@@ -301,8 +307,10 @@ def _pick_engine(
         return Engine.H5PY, "a virtual dataset is put together from other datasets by HDF5"
     if storage is Storage.EXTERNAL:
         return Engine.H5PY, "the bytes lie in external raw files"
-    if storage is Storage.COMPACT or index is None:
+    if storage is Storage.COMPACT:
         return Engine.H5PY, "a compact dataset lies inside its own header"
+    if index is None:
+        return Engine.H5PY, "HDF5 tells wrong places for the chunks of a dataset that grows along a later axis only"
     if not dtype.isnative or h5_dataset.id.get_type() != h5py.h5t.py_create(dtype, logical=True):
         return Engine.H5PY, f"the file's element type needs conversion to {dtype.newbyteorder('=')}"
     if (index.offsets < 0).any() and not _has_fill_value(h5_dataset):
@@ -311,6 +319,8 @@ def _pick_engine(
         names = ", ".join(spec.name for spec in pipeline)
         if reason := why_not_decodable(pipeline, math.prod(chunks) * dtype.itemsize):
             return Engine.H5PY, f"chunks pass through {names} and have to be decoded; {reason}"
+        if chunks and has_plain_edge_chunk(h5_dataset, index):
+            return Engine.H5PY, f"chunks pass through {names}, but not those over the edge of the dataset"
         return Engine.CHUNKS, f"chunks pass through {names} and are decoded by several threads"
     if chunks and not index.is_plain(math.prod(chunks) * dtype.itemsize):
         return Engine.H5PY, "chunks are not stored at their plain size"

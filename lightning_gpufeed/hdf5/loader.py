@@ -144,7 +144,7 @@ class H5Loader:
             warnings.warn(
                 f"a full shuffle decodes a whole chunk for nearly every sample of this file "
                 f"({'; '.join(self.source.engine_lines)}). Use shuffle='window', or make the file fast once with: "
-                f"gpufeed pack {self.source.paths[0]} OUT.h5",
+                f"gpufeed repack {self.source.paths[0]} OUT.h5",
                 stacklevel=2,
             )
 

@@ -289,7 +289,9 @@ def verify(path: str | os.PathLike[str]) -> int:
             if group:
                 group.visititems(lambda name, item: keys.append(name) if isinstance(item, h5py.Dataset) else None)
             if not keys:
-                raise LayoutError(f"{path} has no checksums; only files written by `gpufeed pack` have them")
+                raise LayoutError(
+                    f"{path} has no checksums; only files written by `gpufeed pack` or `repack` have them"
+                )
             return sum(_verify_dataset(path, file, key) for key in keys)
     except OSError as error:
         raise LayoutError(f"{path} cannot be read as HDF5: {error}") from error

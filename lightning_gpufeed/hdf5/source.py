@@ -16,7 +16,9 @@ import torch
 from lightning_gpufeed.device.memory import TensorSpec
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
-from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
+from lightning_gpufeed.hdf5.agreement import read_layouts, refuse_different_shapes, refuse_unequal_lengths
+from lightning_gpufeed.hdf5.keys import refuse_one_per_sample
+from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
 from lightning_gpufeed.hdf5.row_blocks import BlockNumbers
 
@@ -85,12 +87,12 @@ class H5Source:
         self.on_way: Callable[[str], None] | None = None
         names = _named_keys(self.paths[0], keys)
         self.fields: dict[str, tuple[H5DatasetLayout, ...]] = {
-            name: tuple(read_layout(one, key) for one in self.paths) for name, key in names.items()
+            name: tuple(read_layouts(self.paths, key)) for name, key in names.items()
         }
         for position, one in enumerate(self.paths):
-            _refuse_unequal_lengths(one, [layouts[position] for layouts in self.fields.values()])
+            refuse_unequal_lengths(one, [layouts[position] for layouts in self.fields.values()])
         for layouts in self.fields.values():
-            _refuse_different_shapes(layouts)
+            refuse_different_shapes(layouts)
         first = next(iter(self.fields.values()))
         self.num_samples = sum(layout.num_samples for layout in first)
         if self.num_samples == 0:
@@ -102,6 +104,7 @@ class H5Source:
         self._objects: dict[str, list[Any]] = {}
         self._digest: str | None = None
         self._opening = threading.Lock()
+        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is open."""
@@ -109,7 +112,7 @@ class H5Source:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; files are opened at the first read."""
-        self.__dict__.update(state, _opening=threading.Lock())
+        self.__dict__.update(state, _opening=threading.Lock(), _process=os.getpid())
 
     def twin(self) -> H5Source:
         """The same samples, read by readers of its own, so that two loaders do not disturb each other.
@@ -285,6 +288,8 @@ class H5Source:
         return out
 
     def _reader(self, name: str) -> FieldReader:
+        if self._process != os.getpid():
+            self.forget_open()  # forked: the threads and locks of what is open stayed behind
         with self._opening:
             if name not in self._readers:
                 self.check_unchanged()
@@ -302,6 +307,8 @@ class H5Source:
             self.on_way(line)
 
     def _object_field(self, name: str) -> list[Any]:
+        if self._process != os.getpid():
+            self.forget_open()
         with self._opening:
             if name not in self._objects:
                 self.check_unchanged()
@@ -371,30 +378,7 @@ def _named_keys(path: str, keys: Mapping[str, str] | Sequence[str] | str | None)
         return named
     with open_file(path) as h5_file:
         found = {key: key for key in list_datasets(h5_file)}
+    refuse_one_per_sample(path, found)
     if not found:
         raise LayoutError(f"{path}: there are no datasets in it; expected at least one array of samples.")
     return found
-
-
-def _refuse_unequal_lengths(path: str, layouts: Sequence[H5DatasetLayout]) -> None:
-    if len({layout.num_samples for layout in layouts}) > 1:
-        lengths = ", ".join(f"{layout.key!r} {layout.num_samples}" for layout in layouts)
-        raise LayoutError(
-            f"{path}: the datasets have different numbers of samples: {lengths}. Name those that belong together."
-        )
-
-
-def _type_name(layout: H5DatasetLayout) -> str:
-    return "text" if layout.is_text else str(layout.dtype) if layout.is_tensor else "numbers of variable length"
-
-
-def _refuse_different_shapes(layouts: Sequence[H5DatasetLayout]) -> None:
-    first = layouts[0]
-    for layout in layouts[1:]:
-        here, there = ((one.sample_shape, one.dtype, one.is_text) for one in (layout, first))
-        if here != there:
-            raise LayoutError(
-                f"{layout.path}: dataset {layout.key!r} has samples of shape {layout.sample_shape} and type "
-                f"{_type_name(layout)}, but {first.path} has {first.sample_shape} and {_type_name(first)}. "
-                f"Files used as one dataset must agree."
-            )

@@ -349,9 +349,12 @@ class WritingModel(EchoModel):
 
 
 def spawned(plan: dict[str, Any], *, folder: str) -> None:
-    """Let Lightning start the ranks itself: it sends Trainer, callback, model and loader to them, pickled."""
+    """Let Lightning start the ranks itself: it sends Trainer, callback, model and loader to them, pickled.
+
+    A server of forks imports Lightning once for both ranks, where each would with "spawn".
+    """
     callback = BatchEcho(2, num_splits=2, scale_lr="keep")
-    trainer = trainer_of(plan, callbacks=[callback], strategy="ddp_spawn")
+    trainer = trainer_of(plan, callbacks=[callback], strategy=DDPStrategy(start_method="forkserver"))
     trainer.fit(WritingModel(folder), plain_loader(40, 8, shuffle=True), plain_loader(4, 2))
 
 

@@ -408,7 +408,7 @@ def test_a_run_on_one_process_has_the_order_of_two(two, single):
 # Ranks that Lightning starts ---------------------------------------------------------------------------------
 
 
-def test_the_callback_is_sent_to_spawned_ranks(folder):
+def test_the_callback_is_sent_to_ranks_that_have_nothing_of_the_process_that_starts_them(folder):
     out = folder / "spawned"
     results = start(out, [scenario("spawned", "main", folder=str(out))], own=False)["spawned_fit"]
     assert len({result["process"] for result in results}) == WORLD_SIZE

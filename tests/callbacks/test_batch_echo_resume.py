@@ -413,10 +413,28 @@ class Run:
         assert found
         return found
 
+    def every_place(self) -> list[Path]:
+        """Checkpoints at every step that an epoch has.
+
+        Where the last epoch has the steps of the one before it, a third of its own are enough.
+        """
+        before, last = (
+            (self.model.sizes.get(epoch), None if self.echo is None else self.echo.trace.get(epoch))
+            for epoch in (NUM_EPOCHS - 2, NUM_EPOCHS - 1)
+        )
+        if before != last or "accumulate_grad_batches" in self.settings:
+            return self.checkpoints()
+        begin = self.last_step_of(NUM_EPOCHS - 2)
+        return [
+            each
+            for each in self.checkpoints()
+            if not each.stem.startswith("step") or (done := self.steps_done(each)) <= begin or (done - begin) % 3 == 1
+        ]
+
     def wrong(self, checkpoints: list[Path] | None = None) -> dict[str, str]:
-        """Checkpoints that a resume from does not end as it should, and in what."""
+        """Checkpoints that a resume from does not end as it should, and in what; if not given, of every place."""
         wrong = {}
-        for checkpoint in self.checkpoints() if checkpoints is None else checkpoints:
+        for checkpoint in self.every_place() if checkpoints is None else checkpoints:
             trainer, model, _ = self.fit(checkpoint=checkpoint)
             # There is no other number of steps to come than those that were not done.
             num_left = len(self.model.steps) - self.steps_done(checkpoint)
@@ -1050,7 +1068,7 @@ class Stateless:
 def test_a_loader_without_state_gives_one_line_and_a_whole_next_epoch(tmp_path, make_echo, make_data):
     run = Run(tmp_path / "saved", make_echo, make_data)
     name = type(make_data()).__name__
-    for checkpoint in run.checkpoints():
+    for checkpoint in run.every_place():
         seen: list[Any] = []
         texts = warnings_of(lambda at=checkpoint, into=seen: into.extend(run.fit(checkpoint=at)))
         ours = [text for text in texts if "state_dict and load_state_dict" in text]
@@ -1110,7 +1128,7 @@ def test_another_echo_uses_the_batch_at_hand_anew_and_all_that_follow_as_it_says
     make_data, make_model = (SizedLoader, Observed) if source == "rich" else (images_from(files), flat_model)
     run = Run(tmp_path / "saved", fixed(), make_data, make_model)
     wrong: dict[str, Any] = {}
-    for checkpoint in run.checkpoints():
+    for checkpoint in run.every_place():
         done = run.steps_done(checkpoint)
         at, sizes = place_of(run, checkpoint)
         trainer, model, _ = run.fit(make_echo=fixed(factor, splits), checkpoint=checkpoint)
@@ -1137,7 +1155,7 @@ def test_another_batch_size_sees_the_rest_of_the_epoch_and_then_whole_ones(tmp_p
     run = Run(tmp_path / "saved", fixed(), images_from(files), flat_model)
     order = {epoch: _fresh(run, epoch) for epoch in range(NUM_EPOCHS)}
     wrong: dict[str, Any] = {}
-    for checkpoint in run.checkpoints():
+    for checkpoint in run.every_place():
         at, sizes = place_of(run, checkpoint)
         trainer, model, _ = run.fit(data=images_from(files, batch_size)(), checkpoint=checkpoint)
         for epoch in range(NUM_EPOCHS):

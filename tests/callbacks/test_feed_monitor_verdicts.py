@@ -240,7 +240,7 @@ def test_our_loader_over_compressed_chunks_in_random_order_names_the_file_and_th
     shape = "x".join(map(str, (CHUNK_SAMPLES, *SAMPLE_SHAPE)))
     assert record.verdict.figures[0].startswith(f"{packed} images: chunks of {shape}, {CHUNK_SAMPLES} samples each")
     assert record.verdict.figures[0].endswith("read in order 'full'")
-    assert record.verdict.cures[0].action.startswith(f"`gpufeed pack {packed} OUT.h5` once")
+    assert record.verdict.cures[0].action.startswith(f"`gpufeed repack {packed} OUT.h5` once")
     assert "shuffle='window' in the DataModule" in record.verdict.cures[0].action
     assert record.counters.loader.is_own
     [file] = record.counters.loader.files

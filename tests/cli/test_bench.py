@@ -112,7 +112,7 @@ def test_rows_of_chunks_read_in_random_order_are_told_by_their_layout(run):
     assert code == 0
     assert re.fullmatch(r"gpufeed: warning: a full shuffle decodes a whole chunk for nearly every sample[^\n]+\n", err)
     assert "\nlimited by  whole chunks decoded for single samples; " in unwrapped(out)
-    assert f"            gpufeed pack {Path('gzip.h5').absolute()} OUT.h5" in out.splitlines()
+    assert f"            gpufeed repack {Path('gzip.h5').absolute()} OUT.h5" in out.splitlines()
 
 
 def test_after_the_advice_was_followed_there_is_none_left():

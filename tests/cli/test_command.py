@@ -276,7 +276,7 @@ def test_a_file_without_checksums_cannot_be_verified(run):
     code, _, err = run("inspect", "in.h5", "--verify", "--probe-seconds", "0")
     assert (code, err) == (
         2,
-        "gpufeed: error: in.h5 has no checksums; only files written by `gpufeed pack` have them\n",
+        "gpufeed: error: in.h5 has no checksums; only files written by `gpufeed pack` or `repack` have them\n",
     )
 
 
@@ -311,7 +311,8 @@ def test_an_error_of_the_operating_system_names_the_file(run, monkeypatch):
         (["pack", "pack.d"], "the following arguments are required: out; see gpufeed pack --help"),
         (
             ["unpack", "a"],
-            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'inspect', 'bench', 'plan'); "
+            "argument COMMAND: invalid choice: 'unpack' (choose from 'pack', 'repack', 'doctor', 'inspect', "
+            "'bench', 'plan'); "
             "see gpufeed --help",
         ),
         ([], "no command was given; see gpufeed --help"),

@@ -433,7 +433,10 @@ def test_a_damaged_chunk_is_named_with_its_samples_when_it_is_reached(tmp_path):
     model = Recorder()
     text = message(FeedError, H5ImageDataModule(path, batch_size=5, shuffle=None), model)
     start = f"{path}: dataset 'images', samples 20 to 24 cannot be read: "
-    end = ". The file is damaged there, or was changed while it was read: copy it again, or write it again from its source."
+    end = (
+        ". The file is damaged there, or was changed while it was read: "
+        "copy it again, or write it again from its source."
+    )
     assert text.startswith(start + "damaged chunk: undoing gzip on ")
     assert text.endswith(end)
     assert [samples for _, samples in model.trained] == [list(range(n, n + 5)) for n in (0, 5, 10, 15)]

@@ -110,7 +110,7 @@ def test_chunks_one_row_short_of_a_sample_are_seen_to_double_the_reads_and_the_f
     assert report.advice == Advice(
         "chunk (100, 3, 217, 178) does not hold whole samples of shape (3, 218, 178); a shuffled sample costs a block "
         "of 100 samples, 23.2 MB",
-        "gpufeed pack data.h5 OUT.h5",
+        "gpufeed repack data.h5 OUT.h5",
     )
 
 
@@ -152,7 +152,7 @@ def test_the_files_of_a_virtual_dataset_are_listed(path):
     report = look(path)
     assert dataset(report).source_paths == (os.path.abspath("part.h5"),)
     assert report.size_ratio is None  # the data lies elsewhere
-    assert report.advice.command == "gpufeed pack data.h5 OUT.h5"
+    assert report.advice.command == "gpufeed repack data.h5 OUT.h5"
 
 
 def test_the_file_of_an_external_dataset_is_listed(path):
@@ -162,7 +162,7 @@ def test_the_file_of_an_external_dataset_is_listed(path):
     report = look(path, probe_seconds=0.01)
     assert dataset(report).storage == "external"
     assert dataset(report).source_paths == (os.path.abspath("images.raw"),)
-    assert report.advice == Advice("the bytes lie in external raw files", "gpufeed pack data.h5 OUT.h5")
+    assert report.advice == Advice("the bytes lie in external raw files", "gpufeed repack data.h5 OUT.h5")
 
 
 def test_the_size_of_the_file_is_compared_with_the_data_in_it(path):
@@ -508,7 +508,7 @@ def test_ordered_labels_are_to_be_shuffled_where_the_file_has_to_be_packed_anywa
     gzip = {"chunks": (16, 12, 12), "compression": "gzip"}
     images, ordered = (pixels(80, 12, 12), gzip), labels_of(80, is_sorted=True)
     assert command(path, images=images, labels=ordered) == "gpufeed pack data.h5 OUT.h5 --shuffle"
-    assert command(path, images=images, labels=labels_of(80)) == "gpufeed pack data.h5 OUT.h5"
+    assert command(path, images=images, labels=labels_of(80)) == "gpufeed repack data.h5 OUT.h5"
     assert command(path, images=pixels(80, 12, 12), labels=ordered) is None  # a full shuffle costs nothing there
 
 
@@ -539,7 +539,7 @@ def test_floats_that_uint8_can_hold_are_to_be_scaled(path, images, expected):
 def test_wide_integers_that_uint8_can_hold_are_to_be_packed(path):
     write(path, images=pixels(30, 12, 12).astype(np.int32))
     assert look(path).advice == Advice(
-        "int32 values that uint8 can hold take 4 times its bytes", "gpufeed pack data.h5 OUT.h5"
+        "int32 values that uint8 can hold take 4 times its bytes", "gpufeed repack data.h5 OUT.h5"
     )
 
 
@@ -568,7 +568,7 @@ def test_vectors_of_floats_are_left_alone(path):
 def test_many_tiny_chunks_are_to_be_packed(path):
     write(path, images=(pixels(5000, 12, 12), {"chunks": (1, 12, 12)}))
     assert look(path).advice == Advice(
-        "5,000 chunks of 144 B are looked up at every start", "gpufeed pack data.h5 OUT.h5"
+        "5,000 chunks of 144 B are looked up at every start", "gpufeed repack data.h5 OUT.h5"
     )
 
 
@@ -580,7 +580,7 @@ def test_chunks_that_h5py_guessed_are_to_be_packed(path):
 def test_big_endian_numbers_are_to_be_packed(path):
     write(path, images=pixels(30, 12, 12).astype(">i2"))
     assert look(path).advice == Advice(
-        "the file's element type needs conversion to int16", "gpufeed pack data.h5 OUT.h5"
+        "the file's element type needs conversion to int16", "gpufeed repack data.h5 OUT.h5"
     )
 
 
@@ -617,7 +617,7 @@ def test_the_command_can_be_pasted_into_a_shell(tmp_path):
     folder.mkdir()
     write(folder / "it's.h5", images=(pixels(60, 12, 12), {"chunks": (10, 12, 12), "compression": "gzip"}))
     words = shlex.split(look(folder / "it's.h5").advice.command)
-    assert words == ["gpufeed", "pack", str(folder / "it's.h5"), "OUT.h5"]
+    assert words == ["gpufeed", "repack", str(folder / "it's.h5"), "OUT.h5"]
 
 
 # -- its forms

@@ -410,7 +410,7 @@ def test_types_that_no_tensor_holds_are_refused(tmp_path, create, named):
     assert refusal(path) == (
         f"{path}: dataset 'x' has the element type {named}; expected integers, floats up to 64 bits, complex "
         f"numbers, booleans, strings, or variable-length arrays of native numbers. Copy what you need of it into a "
-        f"dataset of such a type."
+        f"dataset of such a type, or name the datasets to use (keys=)."
     )
 
 

@@ -708,7 +708,7 @@ def test_a_full_shuffle_of_compressed_data_is_warned_of(write):
     assert text == (
         "a full shuffle decodes a whole chunk for nearly every sample of this file (n: read once and kept in memory; "
         "x: chunks (chunks pass through gzip and are decoded by several threads)). Use shuffle='window', or make the "
-        f"file fast once with: gpufeed pack {path} OUT.h5"
+        f"file fast once with: gpufeed repack {path} OUT.h5"
     )
     assert place == __file__
 

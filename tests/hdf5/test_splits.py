@@ -206,7 +206,9 @@ def test_a_fraction_is_a_part_of_the_training_samples(plain):
     assert len(val) == 20
     check_division(np.arange(100), np.array(val), np.array(train))
     assert val == sorted(val)  # in the order of the file
-    assert splits.get("val")[0] is splits.get("train")[0]  # the files are opened once
+    # The layouts are read once; each split has readers of its own.
+    assert splits.get("val")[0].fields is splits.get("train")[0].fields
+    assert splits.get("val")[0] is not splits.get("train")[0]
 
 
 def test_two_fractions_are_both_of_the_whole(plain):

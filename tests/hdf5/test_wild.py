@@ -140,15 +140,7 @@ def keys_of(name: str, path: Path) -> list[str]:
         return [key for key in h5_file if isinstance(h5_file[key], h5py.Dataset)]
 
 
-NOT_YET = {
-    "grows along another axis": "HDF5 tells wrong places of chunks; they are taken for unwritten and read as zeros",
-    "edge chunks not filtered": "a chunk that was stored as it is goes through the filters: damage announced, or other "
-    "numbers without a word",
-}
-KINDS = [
-    pytest.param(name, id=name, marks=[pytest.mark.xfail(strict=True, reason=NOT_YET[name])] if name in NOT_YET else [])
-    for name in FED
-]
+KINDS = list(FED)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -276,14 +268,8 @@ def refusal(action: Callable[[], Any], *names: object) -> str:
 TOO_MANY = 40
 
 
-def unusable(reason: str) -> Any:
-    """A mark for what is wrong today."""
-    return pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, pytest.fail.Exception))
-
-
 @pytest.mark.parametrize("feeder", FEEDERS)
 @pytest.mark.parametrize("write", [wild.group_per_sample, wild.dataset_per_sample], ids=lambda one: one.__name__)
-@unusable("every sample is taken for a field of its own, or all are listed by name")
 def test_samples_that_are_groups_or_datasets_are_counted_and_told_to_be_packed(tmp_path, feeder, write):
     path = write(tmp_path, TOO_MANY)
     text = refusal(lambda: FEEDERS[feeder](path), path, TOO_MANY)
@@ -291,14 +277,12 @@ def test_samples_that_are_groups_or_datasets_are_counted_and_told_to_be_packed(t
     assert len(text) - text.count(str(path)) * len(str(path)) < 1000  # not forty names, and not forty thousand
 
 
-@unusable("torch drops the imaginary part, with a warning at most")
 def test_complex_numbers_are_no_images(folders):
     paths = folders("fastMRI")
     assert "complex" in refusal(lambda: FEEDERS["H5ImageDataModule"](paths, image_key="kspace"), paths[0], "kspace")
 
 
 @pytest.mark.parametrize("name", ["JPEG of variable length", "JPEG as text"])
-@unusable("asks for the order of the axes")
 def test_encoded_images_have_to_be_decoded_first(folders, name):
     [path] = folders(name)
     text = refusal(lambda: FEEDERS["H5ImageDataModule"](path, image_key="images"), path, "'images'")
@@ -323,7 +307,6 @@ def test_what_no_tensor_holds_is_refused_by_its_type(folders, name, key, kind):
 
 
 @pytest.mark.parametrize("name", ["MATLAB v7.3", "PyTables"])
-@unusable("says nothing of keys=, which leaves it out")
 def test_what_was_not_asked_for_can_be_left_out_by_naming_the_others(folders, name):
     [path] = folders(name)
     assert "keys=" in refusal(lambda: H5Source(path), path)
@@ -343,7 +326,6 @@ def test_arrays_that_do_not_belong_together_are_listed_with_their_lengths(folder
     refusal(lambda: H5Source(path, keys), path, "different numbers of samples", "Name those that belong together")
 
 
-@unusable("says that the second file lacks what the first one has, and no more")
 def test_files_that_lie_side_by_side_are_told_to_be_joined(folders):
     [path] = folders("PatchCamelyon")
     text = refusal(lambda: H5Loader([path, path.with_name("train_y.h5")], 4), "train_y.h5", "'x'")

@@ -47,7 +47,8 @@ SCHEDULES = [
     ("zbv", 2),
 ]
 MATRIX = [(model, *one) for one in [*SCHEDULES, ("fast_forward", 4)] for model in ("transformer", "cnn")]
-MATRIX_OF_FOUR = [(model, *one) for one in SCHEDULES for model in ("transformer", "cnn")]
+# Each schedule with one of the models, and each number of stages of a rank with both.
+MATRIX_OF_FOUR = [(("transformer", "cnn")[(i + i // 2) % 2], *one) for i, one in enumerate(SCHEDULES)]
 IDS = "{0[0]}, {0[1]}, {0[2]}".format
 EVALUATED = [1, 3, 8, 7]
 """Samples of batches of validation; there are 4 microbatches."""

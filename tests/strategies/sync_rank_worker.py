@@ -97,30 +97,34 @@ class Reader(Callback):
     Args:
         what: "weights", "gradients", "norm", "state", "copy".
         hook: Name of the hook.
-        seen: Where to write it down.
+        seen: Where to write it down, and whose look it is.
     """
 
     def __init__(self, what: str, hook: str, seen: list[Any]) -> None:
         """Look from now on."""
-        self.what, self.seen = what, seen
+        self.what, self.seen, self.name = what, seen, f"{what} {hook}"
         setattr(self, hook, self.look)
 
     def look(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Write down what is there."""
         if self.what == "weights":
-            self.seen.append(sums(dict(pl_module.named_parameters())))
+            self.note(sums(dict(pl_module.named_parameters())))
         elif self.what == "gradients":
-            self.seen.append(sums({name: one.grad for name, one in pl_module.named_parameters()}))
+            self.note(sums({name: one.grad for name, one in pl_module.named_parameters()}))
         elif self.what == "norm":
-            self.seen.append({name: float(norm) for name, norm in grad_norm(pl_module, 2).items()})
+            self.note({name: float(norm) for name, norm in grad_norm(pl_module, 2).items()})
         elif self.what == "copy":
-            self.seen.append(sums(copy.deepcopy(pl_module.body).state_dict()))
+            self.note(sums(copy.deepcopy(pl_module.body).state_dict()))
         elif self.what == "state":
             for optimizer in trainer.optimizers:
                 for state in optimizer.state.values():
-                    self.seen.append(sums({key: one for key, one in state.items() if isinstance(one, Tensor)}))
+                    self.note(sums({key: one for key, one in state.items() if isinstance(one, Tensor)}))
         else:
             raise ValueError(self.what)
+
+    def note(self, found: dict[str, Any]) -> None:
+        """Write it down."""
+        self.seen.append([self.name, found])
 
 
 class Unfreeze(BaseFinetuning):

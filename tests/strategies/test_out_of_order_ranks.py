@@ -198,23 +198,21 @@ PAIRS: dict[str, dict[str, Any]] = {
     "gan": {"module": "Gan", "find_unused_parameters": True, "net": {"toggles": True}},
     "gan, all": {"module": "Gan", "find_unused_parameters": True, "net": {"toggles": False}},
 }
-READS = {
-    f"{what} {hook}": {"callbacks": [["reader", what, hook]]}
-    for what, hook in [
-        ("gradients", "on_after_backward"),
-        ("gradients", "on_before_optimizer_step"),
-        ("gradients", "on_train_batch_end"),
-        ("gradients", "on_train_batch_start"),
-        ("norm", "on_before_optimizer_step"),
-        ("weights", "on_train_batch_end"),
-        ("weights", "on_train_batch_start"),
-        ("weights", "on_before_zero_grad"),
-        ("state", "on_train_batch_end"),
-        ("copy", "on_train_batch_end"),
-    ]
-}
+# Looking changes nothing, so one training with DDP has all looks; in ours each may have to wait, and is alone.
+LOOKS = [
+    ["reader", "gradients", "on_after_backward"],
+    ["reader", "gradients", "on_before_optimizer_step"],
+    ["reader", "gradients", "on_train_batch_end"],
+    ["reader", "gradients", "on_train_batch_start"],
+    ["reader", "norm", "on_before_optimizer_step"],
+    ["reader", "weights", "on_train_batch_end"],
+    ["reader", "weights", "on_train_batch_start"],
+    ["reader", "weights", "on_before_zero_grad"],
+    ["reader", "state", "on_train_batch_end"],
+    ["reader", "copy", "on_train_batch_end"],
+]
+READS = {f"{what} {hook}": {"callbacks": [[name, what, hook]]} for name, what, hook in LOOKS}
 OTHER_OPTIMIZERS = ["NAdam", "Rprop", "Adagrad", "ASGD"]
-PAIRS |= {f"read {name}": arguments for name, arguments in READS.items()}
 PAIRS |= {f"by {name}": {"net": {"optimizer": name, "scheduler": None}} for name in OTHER_OPTIMIZERS}
 
 # What is compared to something else than the same with DDP.
@@ -319,6 +317,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def scenarios_of_users() -> list[dict[str, Any]]:
     return [
         *(one for name, arguments in PAIRS.items() for one in both(name, arguments)),
+        scenario("all looks, ddp", None, {"callbacks": LOOKS}),
+        *(scenario(f"read {name}, ours", CROSSING, arguments) for name, arguments in READS.items()),
         scenario("unfreeze, reduced by hand", None, REDUCED_BY_HAND),
         scenario("unfreeze, ours", VARIANTS["two wait"], UNFREEZE),
         scenario("by hand, ours", CROSSING, BY_HAND),
@@ -449,6 +449,15 @@ def test_everything_is_as_with_ddp_to_the_last_bit(two, name):
 @pytest.mark.parametrize("name", [name for name in PAIRS])
 def test_what_users_do_gives_what_it_gives_with_ddp_to_the_last_bit(two, name):
     assert_same(two, f"{name}, ddp", f"{name}, ours")
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_looked_at_in_a_hook_is_what_it_is_with_ddp_to_the_last_bit(two, name):
+    results = assert_same(two, "all looks, ddp", f"read {name}, ours", tuple(one for one in COMPARED if one != "seen"))
+    for plain, ours in zip(two["all looks, ddp"], results, strict=True):
+        expected = [look for look in plain["seen"] if look[0] == name]
+        assert expected
+        assert not differences(expected, ours["seen"])
 
 
 def test_a_backward_that_the_user_calls_himself_is_reduced_too(two):
