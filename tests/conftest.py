@@ -203,6 +203,9 @@ def _is_of_library(thread: threading.Thread) -> bool:
     # Lightning's watch over the ranks it started: ends by itself at its next look, every five seconds.
     if type(thread).__name__ == "_ChildProcessObserver":
         return True
+    # fsspec's loop for stores, and the threads in which it looks up names: one per process, for ever.
+    if thread.name == "fsspecIO" or thread.name.startswith("asyncio_"):
+        return True
     # multiprocessing's server for file descriptors of tensors that were sent to another process.
     sharer = sys.modules.get("multiprocessing.resource_sharer")
     return sharer is not None and thread is sharer._resource_sharer._thread

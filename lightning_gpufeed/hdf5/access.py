@@ -13,6 +13,8 @@ import h5py
 import numpy as np
 
 from lightning_gpufeed.errors import LayoutError
+from lightning_gpufeed.hdf5.addresses import open_address
+from lightning_gpufeed.hdf5.remote import is_remote
 
 # Registers the decoders of blosc, zstd, lz4, bitshuffle ... with HDF5 where the extra is installed.
 with contextlib.suppress(ImportError):
@@ -106,7 +108,7 @@ def open_file(path: StrPath, chunk_cache_bytes: int | None = None) -> Iterator[A
     File locking is best effort: a file system without locks does not stop a reader.
 
     Args:
-        path: The file.
+        path: The file, or its address in a store: then only for what is about the data.
         chunk_cache_bytes: Size of HDF5's own cache of chunks, per dataset; None leaves it at HDF5's 8 MiB.
 
     Yields:
@@ -117,6 +119,10 @@ def open_file(path: StrPath, chunk_cache_bytes: int | None = None) -> Iterator[A
         OSError: The file may not be read (permissions).
         LayoutError: It is not HDF5, is truncated, or is being written to.
     """
+    if is_remote(os.fspath(path)):
+        with open_address(os.fspath(path)) as h5_file:
+            yield h5_file
+        return
     name = os.path.expanduser(os.fspath(path))
     if not os.path.exists(name):
         raise FileNotFoundError(

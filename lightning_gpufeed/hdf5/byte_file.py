@@ -13,6 +13,7 @@ from typing import Protocol
 
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.access import FileStamp
+from lightning_gpufeed.hdf5.remote import RemoteStamp
 
 __all__ = ["ByteFile", "LocalFile", "refuse_changed", "shorter_text"]
 
@@ -85,7 +86,7 @@ class LocalFile:
         self._close()
 
 
-def refuse_changed(stamp: FileStamp, status: os.stat_result) -> None:
+def refuse_changed(stamp: FileStamp | RemoteStamp, status: os.stat_result) -> None:
     """Make sure that an open file is the one whose layout was read.
 
     Args:
@@ -95,6 +96,7 @@ def refuse_changed(stamp: FileStamp, status: os.stat_result) -> None:
     Raises:
         FeedError: It is not.
     """
+    assert isinstance(stamp, FileStamp), "an address is not opened here"
     if (status.st_size, status.st_mtime_ns, status.st_ino) != (stamp.size_bytes, stamp.mtime_ns, stamp.inode):
         raise FeedError(
             f"{stamp.path} changed between reading its layout and opening it, so its samples may lie elsewhere "

@@ -23,9 +23,12 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.errors import FeedError
+from lightning_gpufeed.hdf5.access import FileStamp
+from lightning_gpufeed.hdf5.addresses import SharedBytes
 from lightning_gpufeed.hdf5.byte_file import ByteFile, LocalFile
 from lightning_gpufeed.hdf5.chunk_plan import NEVER, SamplePlan, UsePlan
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
+from lightning_gpufeed.hdf5.remote import is_remote
 from lightning_gpufeed.hdf5.rolling_buffer import RollingBuffer
 from lightning_gpufeed.hdf5.row_blocks import BlockLoader, BlockNumbers
 
@@ -34,6 +37,7 @@ __all__ = ["ChunkReader", "num_decode_threads"]
 Indices = npt.NDArray[np.int64]
 
 _MOST_THREADS = 8
+_REMOTE_THREADS = 16
 
 
 def num_decode_threads() -> int:
@@ -43,6 +47,18 @@ def num_decode_threads() -> int:
         The number.
     """
     return max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+
+def num_threads_for(layouts: Sequence[H5DatasetLayout]) -> int:
+    """Threads for some files: from a store many, which mostly wait for it.
+
+    Args:
+        layouts: One per file.
+
+    Returns:
+        The number.
+    """
+    return _REMOTE_THREADS if any(is_remote(layout.path) for layout in layouts) else num_decode_threads()
 
 
 class ChunkReader:
@@ -66,10 +82,10 @@ class ChunkReader:
             layouts: One layout per file, none of them for h5py only.
             buffer_bytes: Limit of the arena; one block is always kept.
             cache_bytes: A dataset of up to this size is kept whole.
-            num_threads: Threads that read and decode; None takes `num_decode_threads`.
-            open_file: Opens the file that a layout's bytes lie in; None opens a local one.
+            num_threads: Threads that read and decode; None takes `num_threads_for`.
+            open_file: Opens the file that a layout's bytes lie in; None opens it where it is.
         """
-        self._loaders = [BlockLoader(layout, open_file or _open_local) for layout in layouts]
+        self._loaders = [BlockLoader(layout, open_file or _open_bytes) for layout in layouts]
         self._sample_bytes = layouts[0].sample_bytes
         self._numbers = BlockNumbers.of(layouts)
         self._first_block = self._numbers.first_block
@@ -78,7 +94,7 @@ class ChunkReader:
         self._keeps_all = int(self._first_block[-1]) * self._slot_bytes <= cache_bytes
         if self._keeps_all:
             self._most_slots = max(1, int(self._first_block[-1]))
-        self._num_threads = num_threads or num_decode_threads()
+        self._num_threads = num_threads or num_threads_for(layouts)
         self._pool: ThreadPoolExecutor | None = None
         self._arena = torch.empty((0, self._slot_bytes), dtype=torch.uint8, device="cpu")
         self._free: list[int] = []
@@ -342,6 +358,7 @@ class ChunkReader:
                 loader.close()
 
 
-def _open_local(layout: H5DatasetLayout) -> ByteFile:
-    """The local file that the bytes of a layout lie in."""
-    return LocalFile(next(stamp for stamp in layout.stamps if stamp.path == layout.storage_path))
+def _open_bytes(layout: H5DatasetLayout) -> ByteFile:
+    """The file that the bytes of a layout lie in."""
+    stamp = layout.storage_stamp
+    return LocalFile(stamp) if isinstance(stamp, FileStamp) else SharedBytes(stamp.path)

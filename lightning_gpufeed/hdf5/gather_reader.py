@@ -147,7 +147,7 @@ class _Mapping:
             raise explain_limit(error, layout.storage_path, len(self._files)) from error
         status = os.fstat(descriptor)
         self._files.append((descriptor, status.st_size, layout.storage_path))
-        refuse_changed(next(stamp for stamp in layout.stamps if stamp.path == layout.storage_path), status)
+        refuse_changed(layout.storage_stamp, status)
         address = _libc.mmap(None, status.st_size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()

@@ -22,6 +22,8 @@ import torch
 
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import PRIVATE_GROUP, StrPath, list_datasets, open_file
+from lightning_gpufeed.hdf5.addresses import absolute, size_of
+from lightning_gpufeed.hdf5.agreement import refuse_slow_addresses
 from lightning_gpufeed.hdf5.keys import ArrayInfo, find_image_key, find_label_key, group_by_split
 from lightning_gpufeed.hdf5.labels import describe_labels
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage, read_layout
@@ -106,6 +108,8 @@ class _Inspection:
         """The layout of a dataset, None and a note if it cannot be used."""
         try:
             layout = read_layout(self._path, key)
+            if not is_resident([layout], _MEMORY_BYTES):
+                refuse_slow_addresses([layout])
         except (LayoutError, OSError, RuntimeError, TypeError, ValueError) as error:  # the latter are h5py's
             self._note(key, error)
             return None
@@ -126,7 +130,7 @@ class _Inspection:
         advice = self._advise(split, main, labels[main.key]) if split and main else _NO_DATA
         return FileReport(
             path=self._path,
-            size_bytes=os.path.getsize(self._path),
+            size_bytes=size_of(self._path),
             size_ratio=self._size_ratio(),
             format_version=None if self._root["gpufeed_format"] is None else int(self._root["gpufeed_format"]),
             written_by=None if self._root["gpufeed_version"] is None else str(self._root["gpufeed_version"]),
@@ -144,11 +148,11 @@ class _Inspection:
         """Bytes of the file for a byte of the data stored in it."""
         elsewhere = (Storage.VIRTUAL, Storage.EXTERNAL)
         own = [layout for layout in self._layouts if layout.storage not in elsewhere]
-        own = [layout for layout in own if layout.storage_path == os.path.abspath(self._path)]
+        own = [layout for layout in own if layout.storage_path == absolute(self._path)]
         total = sum(layout.total_bytes for layout in own)
         if self._problems or not total or not all(layout.is_tensor for layout in own):
             return None
-        return os.path.getsize(self._path) / total
+        return size_of(self._path) / total
 
     def _describe(self, layout: H5DatasetLayout) -> DatasetReport:
         chunk, sample = layout.chunk_shape, layout.sample_shape

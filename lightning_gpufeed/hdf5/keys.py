@@ -144,8 +144,8 @@ def refuse_one_per_sample(path: StrPath, keys: Collection[str]) -> None:
             what = "group" if "/" in name else "dataset"
             raise LayoutError(
                 f"{path}: {count} of its {len(keys)} datasets are called {name!r}: one {what} for each sample, it "
-                f"seems; expected arrays whose first axis counts samples. Write a Dataset whose item i is sample i, and "
-                f"pack that: gpufeed pack package.module:dataset OUT.h5. Or name the arrays to use (keys=)."
+                f"seems; expected arrays whose first axis counts samples. Write a Dataset whose item i is sample i, "
+                f"and pack that: gpufeed pack package.module:dataset OUT.h5. Or name the arrays to use (keys=)."
             )
 
 

@@ -27,7 +27,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gpufeed.errors import FeedError, LayoutError
+from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.access import (
     FileStamp,
     StrPath,
@@ -35,6 +35,7 @@ from lightning_gpufeed.hdf5.access import (
     open_h5_dataset,
     pick_attributes,
 )
+from lightning_gpufeed.hdf5.addresses import absolute, remote_file
 from lightning_gpufeed.hdf5.chunk_index import (
     ChunkIndex,
     chunk_grid,
@@ -42,8 +43,10 @@ from lightning_gpufeed.hdf5.chunk_index import (
     has_plain_edge_chunk,
     read_chunk_index,
 )
-from lightning_gpufeed.hdf5.decode import ChunkDecoder, FilterSpec, why_not_decodable
+from lightning_gpufeed.hdf5.decode import FilterSpec, why_not_decodable
 from lightning_gpufeed.hdf5.linked import find_dependencies
+from lightning_gpufeed.hdf5.raw_check import raw_bytes_agree, refuse_truncation
+from lightning_gpufeed.hdf5.remote import RemoteStamp, is_remote, refuse_other_files
 
 __all__ = ["Engine", "H5DatasetLayout", "Storage", "read_layout"]
 
@@ -106,12 +109,17 @@ class H5DatasetLayout:
     fill_value: npt.NDArray[Any]
     index: ChunkIndex | None
     storage_path: str
-    stamps: tuple[FileStamp, ...]
+    stamps: tuple[FileStamp | RemoteStamp, ...]
     directory: str | None
     engine: Engine
     engine_reason: str
     is_packed: bool
     attributes: dict[str, Any]
+
+    @property
+    def storage_stamp(self) -> FileStamp | RemoteStamp:
+        """The stamp of the file that holds the bytes."""
+        return next(stamp for stamp in self.stamps if stamp.path == self.storage_path)
 
     @property
     def filters(self) -> tuple[str, ...]:
@@ -183,7 +191,7 @@ def read_layout(path: StrPath, key: str) -> H5DatasetLayout:
     """Read the layout of one dataset, then close the file.
 
     Args:
-        path: An HDF5 file on a local or mounted file system.
+        path: An HDF5 file on a local or mounted file system, or its address in a store.
         key: Path of a dataset inside it; soft and external links are followed.
 
     Returns:
@@ -196,7 +204,7 @@ def read_layout(path: StrPath, key: str) -> H5DatasetLayout:
     """
     with open_file(path) as h5_file:
         h5_dataset = open_h5_dataset(h5_file, key)
-        return _describe(os.path.abspath(path), key, h5_dataset)
+        return _describe(absolute(path), key, h5_dataset)
 
 
 def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
@@ -217,16 +225,25 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
             f"without filters where it can be read: h5repack -f NONE IN.h5 OUT.h5"
         )
     dtype = h5_dataset.dtype.newbyteorder("=") if h5_dataset.dtype.kind in "biufc" else np.dtype(object)
-    needs = find_dependencies(path, h5_dataset)
-    storage_path = os.path.abspath(h5_dataset.file.filename)
+    is_address = is_remote(path)
+    if is_address:
+        refuse_other_files(h5_dataset, h5_dataset.file)
+        stamps: tuple[FileStamp | RemoteStamp, ...] = (remote_file(path).stamp,)
+        directory: str | None = None
+    else:
+        needs = find_dependencies(path, h5_dataset)
+        stamps, directory = tuple(needs.stamps.values()), needs.directory
+    storage_path = path if is_address else os.path.abspath(h5_dataset.file.filename)
     is_indexed = storage in (Storage.CHUNKED, Storage.CONTIGUOUS) and not grows_sideways(h5_dataset)
     index = read_chunk_index(h5_dataset, is_chunked=storage is Storage.CHUNKED) if is_indexed else None
     engine, reason = _pick_engine(h5_dataset, storage, pipeline, index)
     if engine is not Engine.H5PY:
         assert index is not None
-        _refuse_truncation(path, key, index, storage_path)
-        if not _raw_bytes_agree(h5_dataset, pipeline, index, storage_path):
+        refuse_truncation(path, key, index, storage_path)
+        if not raw_bytes_agree(h5_dataset, pipeline, index, storage_path):
             engine, reason = Engine.H5PY, "the bytes at the chunks' offsets are not what HDF5 returns for them"
+    if is_address and engine is Engine.RAW:
+        engine, reason = Engine.CHUNKS, "whole chunks are fetched from the store, many at the same time"
     return H5DatasetLayout(
         path=path,
         key=key,
@@ -239,8 +256,8 @@ def _describe(path: str, key: str, h5_dataset: Any) -> H5DatasetLayout:
         fill_value=_fill_value(h5_dataset, dtype),
         index=index,
         storage_path=storage_path,
-        stamps=tuple(needs.stamps.values()),
-        directory=needs.directory,
+        stamps=stamps,
+        directory=directory,
         engine=engine,
         engine_reason=reason,
         is_packed="gpufeed_format" in h5_dataset.file.attrs,
@@ -340,61 +357,3 @@ def _fill_value(h5_dataset: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if dtype.kind not in "biufc" or not _has_fill_value(h5_dataset):
         return np.zeros((), dtype=dtype if dtype.kind in "biufc" else np.uint8)
     return np.asarray(h5_dataset.fillvalue, dtype=dtype).reshape(())
-
-
-def _refuse_truncation(path: str, key: str, index: ChunkIndex, storage_path: str) -> None:
-    """A chunk past the end of the file would kill the process when its mapped page is touched."""
-    size = os.path.getsize(storage_path)
-    if index.end > size:
-        raise LayoutError(
-            f"{path}: truncated: dataset {key!r} needs {index.end} bytes of {storage_path}, which has {size}. "
-            f"Copy or pack the file again."
-        )
-
-
-def _raw_bytes_agree(h5_dataset: Any, pipeline: tuple[FilterSpec, ...], index: ChunkIndex, storage_path: str) -> bool:
-    """Compare the start of the first and of the last written chunk with what HDF5 returns."""
-    written = np.flatnonzero(index.offsets >= 0)
-    if not written.size or not h5_dataset.size:
-        return True
-    shape = h5_dataset.shape
-    chunk = h5_dataset.chunks or shape
-    with open(storage_path, "rb", buffering=0) as raw:
-        for number in {int(written[0]), int(written[-1])}:
-            corner = np.unravel_index(number, chunk_grid(shape, chunk))
-            first_row = tuple(
-                slice(int(i) * c, min(n, int(i) * c + (c if axis else 1)))
-                for axis, (i, c, n) in enumerate(zip(corner, chunk, shape, strict=True))
-            )
-            try:
-                expected = np.ascontiguousarray(h5_dataset[first_row])
-            except OSError:
-                continue  # damaged: reading says so, and where
-            raw.seek(int(index.offsets[number]))
-            values = _first_rows(raw, h5_dataset.dtype, chunk, pipeline, index, number)
-            inside = tuple(slice(0, n) for n in expected.shape)
-            if values is None or values[inside].tobytes() != expected.tobytes():
-                return False
-    return True
-
-
-def _first_rows(
-    raw: Any,
-    dtype: np.dtype[Any],
-    chunk: tuple[int, ...],
-    pipeline: tuple[FilterSpec, ...],
-    index: ChunkIndex,
-    number: int,
-) -> npt.NDArray[Any] | None:
-    """What our own reading makes of the bytes of a chunk: all of it, or its first row where that is enough."""
-    if not pipeline:
-        row_bytes = math.prod(chunk[1:]) * dtype.itemsize
-        stored = raw.read(row_bytes)
-        return np.frombuffer(stored, dtype).reshape(1, *chunk[1:]) if len(stored) == row_bytes else None
-    values = np.empty(math.prod(chunk) * dtype.itemsize, dtype=np.uint8)
-    decoder = ChunkDecoder(pipeline, values.nbytes, dtype.itemsize)
-    try:
-        decoder.decode(raw.read(int(index.stored_bytes[number])), int(index.filter_masks[number]), values)
-    except FeedError:
-        return None
-    return values.view(dtype).reshape(chunk)

@@ -72,12 +72,13 @@ class H5Loader:
         pin_memory: bool | None = None,
         isolate: bool = False,
         device: torch.device | str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         to_batch: Callable[[Batch], Any] | None = None,
     ) -> None:
         """Read the layout of the files; nothing is mapped or started yet.
 
         Args:
-            path: One file, several files used as one, or an open source.
+            path: One file, several files used as one, addresses such as `s3://bucket/train.h5`, or an open source.
             batch_size: Samples per batch on this rank.
             keys: Datasets to use: names, or field name -> key. None takes all of them.
             shuffle: "full", "window", "window:N" or None; see `lightning_gpufeed.hdf5.order`.
@@ -93,6 +94,7 @@ class H5Loader:
             isolate: Read in a process of its own: for training loops that hold the interpreter lock. Three more batches
                 are then read ahead.
             device: Copy batches there ahead of their use, on a stream of its own; None leaves them in host memory.
+            storage_options: What fsspec needs to reach the addresses among the files.
             to_batch: Turns the dict into what is yielded; must be picklable if the loader is to be.
 
         Raises:
@@ -101,7 +103,7 @@ class H5Loader:
             ValueError: An argument is out of range.
         """
         self._owns_source = not isinstance(path, H5Source)
-        self.source = path if isinstance(path, H5Source) else H5Source(path, keys)
+        self.source = path if isinstance(path, H5Source) else H5Source(path, keys, storage_options=storage_options)
         self.batch_size = whole_number("batch_size", batch_size, 1)
         self.seed = whole_number("seed", seed, 0, LARGEST_SEED)
         self.world_size = whole_number("world_size", world_size, 1)

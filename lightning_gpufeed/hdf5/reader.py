@@ -25,6 +25,7 @@ from lightning_gpufeed.hdf5.chunk_reader import ChunkReader
 from lightning_gpufeed.hdf5.gather_reader import GatherReader
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage
 from lightning_gpufeed.hdf5.raw_reader import RawReader
+from lightning_gpufeed.hdf5.remote import is_remote
 
 __all__ = [
     "BlockReader",
@@ -141,7 +142,14 @@ class ResidentReader:
         spec = spec_of(layouts[0])
         total = sum(layout.num_samples for layout in layouts)
         values = torch.empty((total, *spec.row_shape), dtype=spec.dtype, device="cpu")
-        blocks = BlockReader(layouts, cache_bytes=0)
+        is_raw = all(layout.engine is not Engine.H5PY for layout in layouts)
+        is_far = any(is_remote(layout.path) for layout in layouts)
+        # HDF5 reads small arrays well, but from a store one piece after the other.
+        blocks = (
+            ChunkReader(layouts, buffer_bytes=values.nbytes)
+            if is_raw and is_far
+            else BlockReader(layouts, cache_bytes=0)
+        )
         try:
             blocks.read_into(np.arange(total), values)
         finally:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from lightning_gpufeed.hdf5.access import StrPath
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
+from lightning_gpufeed.hdf5.remote import is_remote
 
 __all__ = ["are_cached", "cached_share"]
 
@@ -37,11 +38,13 @@ def cached_share(layout: H5DatasetLayout, num_places: int = 64) -> float | None:
             error is at most 0.5 / sqrt(num_places).
 
     Returns:
-        0 to 1; None where the file system does not tell, or nothing is stored.
+        0 to 1; None where the file system does not tell, nothing is stored, or the file is not on a disk here.
 
     Raises:
         FileNotFoundError: A file is gone.
     """
+    if is_remote(layout.storage_path):
+        return None
     num_cached = num_asked = 0
     for path, places in _random_places(layout, num_places):
         # Each page once: the first asking may have brought it in.

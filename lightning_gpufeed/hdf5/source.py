@@ -16,7 +16,13 @@ import torch
 from lightning_gpufeed.device.memory import TensorSpec
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
-from lightning_gpufeed.hdf5.agreement import read_layouts, refuse_different_shapes, refuse_unequal_lengths
+from lightning_gpufeed.hdf5.addresses import absolute, know, remember
+from lightning_gpufeed.hdf5.agreement import (
+    read_layouts,
+    refuse_different_shapes,
+    refuse_slow_addresses,
+    refuse_unequal_lengths,
+)
 from lightning_gpufeed.hdf5.keys import refuse_one_per_sample
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
@@ -59,17 +65,19 @@ class H5Source:
         resident_bytes: int = 256 << 20,
         cache_bytes: int | None = None,
         buffer_bytes: int = 1 << 30,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Read the layouts.
 
         Args:
-            path: One file or several.
+            path: One file or several: paths, or addresses such as `s3://bucket/train.h5`.
             keys: Datasets to use: names, or field name -> key. None takes every dataset of the first file.
             resident_bytes: Arrays of rows up to 64 bytes and of this total are read once and kept in memory.
             cache_bytes: A field of up to this size that has to be decoded is decoded once for all epochs; None takes
                 256 MB.
             buffer_bytes: Limit of the rolling buffer of decoded chunks of a larger field. A window shuffle needs about
                 the bytes of its window; with less, some chunks are decoded again.
+            storage_options: What fsspec needs to reach the addresses among the files.
 
         Raises:
             FileNotFoundError: A file is missing.
@@ -79,20 +87,21 @@ class H5Source:
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         if not paths:
             raise ValueError("no file was given; expected a path or a list of paths.")
-        self.paths = tuple(os.path.abspath(os.path.expanduser(one)) for one in paths)
+        self.paths = tuple(absolute(one) for one in paths)
+        self._remotes = know(self.paths, storage_options)
         self._resident_bytes = resident_bytes
         self._cache_bytes = _CACHE_BYTES if cache_bytes is None else cache_bytes
         self._buffer_bytes = buffer_bytes
         # Told in a line when a field begins to be read in another way.
         self.on_way: Callable[[str], None] | None = None
         names = _named_keys(self.paths[0], keys)
-        self.fields: dict[str, tuple[H5DatasetLayout, ...]] = {
-            name: tuple(read_layouts(self.paths, key)) for name, key in names.items()
-        }
+        self.fields: dict[str, tuple[H5DatasetLayout, ...]] = read_layouts(self.paths, names)
         for position, one in enumerate(self.paths):
             refuse_unequal_lengths(one, [layouts[position] for layouts in self.fields.values()])
         for layouts in self.fields.values():
             refuse_different_shapes(layouts)
+            if not is_resident(layouts, self._resident_bytes):
+                refuse_slow_addresses(layouts)
         first = next(iter(self.fields.values()))
         self.num_samples = sum(layout.num_samples for layout in first)
         if self.num_samples == 0:
@@ -112,6 +121,7 @@ class H5Source:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; files are opened at the first read."""
+        remember(state["_remotes"])
         self.__dict__.update(state, _opening=threading.Lock(), _process=os.getpid())
 
     def twin(self) -> H5Source:

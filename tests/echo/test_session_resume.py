@@ -28,8 +28,6 @@ from tests.echo.hand_loop import (
     wait_until,
 )
 
-NUM_EPOCHS = 3
-
 
 class BegunLate(ResumableBatches):
     """A loader whose `__iter__` is a generator: nothing of it runs before the first batch is asked for."""
@@ -97,6 +95,7 @@ class Case:
     limit: int | None = None
     is_asking_ahead: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    num_epochs: int = 2
 
     def loop(self) -> HandLoop:
         """A loop for it."""
@@ -108,7 +107,7 @@ CASES = {
     "plain": Case(FixedEcho(1)),
     "echoes": Case(FixedEcho(2)),
     "pieces": Case(FixedEcho(1), 2),
-    "echoes of pieces": Case(FixedEcho(2), 2),
+    "echoes of pieces": Case(FixedEcho(2), 2, num_epochs=3),
     "a last batch with fewer samples than pieces": Case(FixedEcho(2), 4),
     "three loaders": Case(
         FixedEcho(2), 2, lambda: [ResumableBatches(10), ResumableBatches(18, 8), ResumableBatches(12)]
@@ -123,7 +122,7 @@ CASES = {
     "the shorter loader ends before": Case(
         FixedEcho(2), 2, lambda: [ResumableBatches(10), ResumableBatches(28)], "max_size"
     ),
-    "without length": Case(FixedEcho(2), 2, lambda: [UnsizedResumableBatches(10)]),
+    "without length": Case(FixedEcho(2), 2, lambda: [UnsizedResumableBatches(10)], num_epochs=3),
     "without length, asked one step ahead": Case(
         FixedEcho(2), 2, lambda: [UnsizedResumableBatches(10)], is_asking_ahead=True
     ),
@@ -141,7 +140,7 @@ CASES = {
     "a loader that changes its state": Case(FixedEcho(2), 2, lambda: [ChangesItsState(10)]),
     "a loader that is not read ahead": Case(FixedEcho(2), 2, options={"can_read_ahead": False}),
     "replayed": Case(REPLAYED),
-    "replayed pieces": Case(REPLAYED, 2),
+    "replayed pieces": Case(REPLAYED, 2, num_epochs=3),
     "replayed without length": Case(REPLAYED, 2, lambda: [UnsizedResumableBatches(10)]),
     "replayed and cut short": Case(REPLAYED, 2, limit=5),
 }
@@ -165,7 +164,7 @@ def save(loop: HandLoop, when: str) -> Saved:
 
 def run_on(loop: HandLoop, case: Case, on_point: Callable[[str], None] = lambda when: None) -> None:
     """Train to the end, and say at which points a training may be saved."""
-    while loop.epoch < NUM_EPOCHS:
+    while loop.epoch < case.num_epochs:
         loop.begin()
         items = loop.ask() if case.limit is None or loop.num_processed < case.limit else None
         while items is not None:
@@ -246,7 +245,7 @@ def test_a_continued_run_records_and_counts_what_the_whole_run_does(name):
         expected = to_the_end(whole)
     for saved in states_of(case)[1]:
         state = torch.load(io.BytesIO(saved.file), weights_only=True)
-        if state["num_epochs"] == NUM_EPOCHS:
+        if state["num_epochs"] == case.num_epochs:
             continue
         with case.loop() as loop:
             loop.resume(state["session"], *case.make())
@@ -341,7 +340,7 @@ def test_between_the_epochs_a_loader_without_state_needs_none():
         loop.run_epoch()
         saved = save(loop, "after an epoch")
     with warnings.catch_warnings(action="error"):
-        resumed = continued(saved, Case(FixedEcho(2), make=lambda: [Batches(12)]))
+        resumed = continued(saved, Case(FixedEcho(2), make=lambda: [Batches(12)], num_epochs=3))
     assert [step.epoch for step in resumed] == [1] * 6 + [2] * 6
 
 

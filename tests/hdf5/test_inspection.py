@@ -539,7 +539,7 @@ def test_floats_that_uint8_can_hold_are_to_be_scaled(path, images, expected):
 def test_wide_integers_that_uint8_can_hold_are_to_be_packed(path):
     write(path, images=pixels(30, 12, 12).astype(np.int32))
     assert look(path).advice == Advice(
-        "int32 values that uint8 can hold take 4 times its bytes", "gpufeed repack data.h5 OUT.h5"
+        "int32 values that uint8 can hold take 4 times its bytes", "gpufeed pack data.h5 OUT.h5"
     )
 
 
@@ -580,7 +580,7 @@ def test_chunks_that_h5py_guessed_are_to_be_packed(path):
 def test_big_endian_numbers_are_to_be_packed(path):
     write(path, images=pixels(30, 12, 12).astype(">i2"))
     assert look(path).advice == Advice(
-        "the file's element type needs conversion to int16", "gpufeed repack data.h5 OUT.h5"
+        "the file's element type needs conversion to int16", "gpufeed pack data.h5 OUT.h5"
     )
 
 

@@ -298,7 +298,7 @@ def train(
     strategy: dict[str, Any] | None,
     module: str = "Net",
     net: dict[str, Any] | None = None,
-    batches: int = 5,
+    batches: int = 3,
     validation: bool = False,
     callbacks: list[Any] | None = None,
     saves: dict[str, Any] | None = None,

@@ -67,8 +67,9 @@ class Setting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        # Two epochs of 5 steps; or of 28, as one that has to find a plan takes up to 50. Some windows are not full.
-        batches = {(1, False): 5, (3, False): 14, (1, True): 28, (3, True): 82}[self.accumulate, self.is_long]
+        # Two epochs of 5 steps, of 3 windows; or of 28, as one that has to find a plan takes up to 50. Some windows are
+        # not full.
+        batches = {(1, False): 5, (3, False): 8, (1, True): 28, (3, True): 82}[self.accumulate, self.is_long]
         return {
             "net": {"body": self.body, "optimizer": self.optimizer},
             "batches": batches,
@@ -111,6 +112,8 @@ MATRIX = {f"{setting.name}: {variant}": (setting, variant) for setting, variant 
 
 # Beside it: each is run with both strategies ------------------------------------------------------------------------
 
+# Two epochs of 3 batches, if nothing else is said: a step after none, after a first, after another, and over the end.
+FIVE = {"batches": 5}
 PAIRS: dict[str, dict[str, Any]] = {
     # Other ways in which a parameter is used.
     "tied function": {"net": {"body": "tied function"}},
@@ -147,18 +150,19 @@ PAIRS: dict[str, dict[str, Any]] = {
     "LBFGS": {"net": {"optimizer": "LBFGS", "scheduler": None}},
     "plateau": {"net": {"scheduler": "plateau"}},
     "tensor rate": {"module": "TensorRate"},
-    "warm-up": {"module": "ReducedRate", "net": {"scheduler": None, "optimizer": "foreach"}},
+    "warm-up": {"module": "ReducedRate", "net": {"scheduler": None, "optimizer": "foreach"}, **FIVE},
     "hooked": {"module": "Hooked"},
     "scaled gradients": {"module": "ScaledGradients"},
     "clipped by hand": {"module": "ClippedByHand"},
     "clipped by torch": {"module": "ClippedByTorch"},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "skipping": {"module": "Skipping"},
+    "skipping": {"module": "Skipping", **FIVE},
     "zeroing": {"module": "Zeroing", "callbacks": [["reader", "gradients", "on_before_zero_grad"]]},
     "zeroing, unused": {
         "module": "Zeroing",
         "net": {"body": "branches", "optimizer": "foreach"},
         "find_unused_parameters": True,
+        **FIVE,
     },
     # Where memory that is not written yet holds NaN, and NaN is looked for.
     "anomaly": {"detect_anomaly": True, "deterministic": True},
@@ -167,13 +171,14 @@ PAIRS: dict[str, dict[str, Any]] = {
     "swa": {"net": {"body": "residual", "scheduler": None}, "callbacks": [["swa"]], "max_epochs": 3},
     "rates": {"callbacks": [["rates"]], "logger": True},
     "early": {"callbacks": [["early"]], "validation": True, "max_epochs": 4},
-    "accumulation": {"callbacks": [["accumulation"]]},
+    "accumulation": {"callbacks": [["accumulation"]], **FIVE},
     "saver": {"callbacks": [["saver"]]},
     # Validation in the middle of an epoch, and twice the same Trainer.
     "validation": {
         "net": {"body": "residual", "optimizer": "foreach"},
         "validation": True,
         "val_check_interval": 2,
+        **FIVE,
         "num_sanity_val_steps": 1,
         "saves": {"every_n_train_steps": 1},
     },
@@ -185,13 +190,13 @@ PAIRS: dict[str, dict[str, Any]] = {
         "accumulate_grad_batches": 3,
     },
     "twice": {"num_fits": 2},
-    "last step": {"max_steps": 7},
+    "last step": {"max_steps": 7, **FIVE},
     "own backward": {"module": "OwnBackward"},
     "edited weights": {"callbacks": [["editor", "weights"]]},
     "edited state": {"callbacks": [["editor", "state"]], "net": {"scheduler": None}},
     "edited gradients": {"callbacks": [["editor", "gradients"]]},
     "pruning": {"callbacks": [["pruning"]]},
-    "rate finder": {"module": "Rated", "callbacks": [["rate finder"]]},
+    "rate finder": {"module": "Rated", "callbacks": [["rate finder"]], **FIVE},
     # Manual optimization.
     "manual": {"module": "Manual"},
     "manual, window": {"module": "Manual", "net": {"accumulates": True}, "batches": 6},
@@ -222,23 +227,24 @@ BY_HAND = {"module": "Manual", "net": {"calls_backward": True}}
 BY_HAND_IN_WINDOWS = {"module": "Manual", "net": {"calls_backward": True, "accumulates": True}, "batches": 6}
 
 # Trainings that go on in the middle of an epoch, from a checkpoint of another strategy.
-SAVED = {"net": {"body": "residual", "optimizer": "foreach"}, "saves": {"every_n_train_steps": 4}}
+SAVED = {"net": {"body": "residual", "optimizer": "foreach"}, "saves": {"every_n_train_steps": 4}, **FIVE}
 STRATEGIES: dict[str, dict[str, Any] | None] = {"ddp": None, "ours": CROSSING}
 SAVED_STEP = "step=4.ckpt"
 
 # On more ranks than two a sum has several orders: float32, 10 steps of SGD with gradients and weights of about 1.
 CLOSE = 1e-5
 MORE: dict[str, dict[str, Any]] = {
-    "mlp": {"net": {"body": "mlp"}},
+    "mlp": {"net": {"body": "mlp"}, **FIVE},
     "residual": {"net": {"body": "residual"}, "accumulate_grad_batches": 3, "batches": 14},
-    "branches": {"net": {"body": "branches"}, "find_unused_parameters": True},
-    "clipped": {"net": {"body": "recomputed"}, "gradient_clip_val": 0.1},
+    "branches": {"net": {"body": "branches"}, "find_unused_parameters": True, **FIVE},
+    "clipped": {"net": {"body": "recomputed"}, "gradient_clip_val": 0.1, **FIVE},
 }
 
 # How trainings end.
 SAVED_AT_ERROR = {
     "net": {"body": "residual", "optimizer": "foreach"},
     "callbacks": [["death", "on_train_batch_start", "error", 0, 1], ["saves errors"]],
+    **FIVE,
 }
 ENDS: dict[str, dict[str, Any]] = {
     "unused": {"net": {"body": "branches"}},
@@ -349,7 +355,7 @@ def scenarios_of_checkpoints(folder: Path) -> list[dict[str, Any]]:
 def scenarios_of_ends() -> list[dict[str, Any]]:
     return [
         *both("saved at an error", SAVED_AT_ERROR),
-        *(scenario(name, arguments.get("strategy", CROSSING), arguments) for name, arguments in ENDS.items()),
+        *(scenario(name, arguments.get("strategy", CROSSING), FIVE | arguments) for name, arguments in ENDS.items()),
     ]
 
 
