@@ -16,7 +16,7 @@ import torch
 
 from lightning_gpufeed.hdf5.loader import H5Loader
 from lightning_gpufeed.hdf5.order import EpochPlan, NoShuffle, Shuffle, parse_shuffle
-from lightning_gpufeed.hdf5.reader import FieldReader
+from lightning_gpufeed.hdf5.readers.reader import FieldReader
 
 GARBAGE = 0xA5
 """What memory holds before a reader writes to it, so that a byte left out shows."""

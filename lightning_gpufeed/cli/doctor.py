@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lightning_gpufeed.hdf5.doctor import examine
-from lightning_gpufeed.hdf5.findings import render_diagnosis
+from lightning_gpufeed.hdf5.doctor.doctor import examine
+from lightning_gpufeed.hdf5.doctor.findings import render_diagnosis
 
 __all__ = ["run_doctor"]
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from lightning_gpufeed.cli.messages import say
 from lightning_gpufeed.cli.progress import show_progress
-from lightning_gpufeed.hdf5.repack import RepackProgress, RepackReport, repack
+from lightning_gpufeed.hdf5.repack.repack import RepackProgress, RepackReport, repack
 from lightning_gpufeed.hdf5.report import bytes_text
 
 __all__ = ["run_repack"]

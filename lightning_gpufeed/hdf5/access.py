@@ -13,8 +13,8 @@ import h5py
 import numpy as np
 
 from lightning_gpufeed.errors import LayoutError
-from lightning_gpufeed.hdf5.addresses import open_address
-from lightning_gpufeed.hdf5.remote import is_remote
+from lightning_gpufeed.hdf5.remote.addresses import open_address
+from lightning_gpufeed.hdf5.remote.remote_file import is_remote
 
 # Registers the decoders of blosc, zstd, lz4, bitshuffle ... with HDF5 where the extra is installed.
 with contextlib.suppress(ImportError):

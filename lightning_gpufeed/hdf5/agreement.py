@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from lightning_gpufeed.errors import LayoutError
 from lightning_gpufeed.hdf5.access import has_keys
-from lightning_gpufeed.hdf5.addresses import hold_open
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
-from lightning_gpufeed.hdf5.remote import is_remote
+from lightning_gpufeed.hdf5.remote.addresses import hold_open
+from lightning_gpufeed.hdf5.remote.remote_file import is_remote
 
 __all__ = ["read_layouts", "refuse_different_shapes", "refuse_slow_addresses", "refuse_unequal_lengths"]
 

@@ -19,7 +19,7 @@ from lightning_gpufeed.device.copy_ahead import CopyAhead, StartedCopy
 from lightning_gpufeed.device.memory import HostBufferPool
 from lightning_gpufeed.device.shared_memory import SharedBufferPool
 from lightning_gpufeed.hdf5.epoch_order import EpochOrder
-from lightning_gpufeed.hdf5.isolated import ReaderProcess
+from lightning_gpufeed.hdf5.isolated.reader_process import ReaderProcess
 from lightning_gpufeed.hdf5.order import EpochPlan
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 

@@ -22,13 +22,14 @@ import torch
 
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import PRIVATE_GROUP, StrPath, list_datasets, open_file
-from lightning_gpufeed.hdf5.addresses import absolute, size_of
 from lightning_gpufeed.hdf5.agreement import refuse_slow_addresses
 from lightning_gpufeed.hdf5.keys import ArrayInfo, find_image_key, find_label_key, group_by_split
 from lightning_gpufeed.hdf5.labels import describe_labels
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, Storage, read_layout
 from lightning_gpufeed.hdf5.order import FullShuffle
-from lightning_gpufeed.hdf5.reader import is_resident
+from lightning_gpufeed.hdf5.readers.reader import is_resident
+from lightning_gpufeed.hdf5.readers.row_blocks import block_rows
+from lightning_gpufeed.hdf5.remote.addresses import absolute, size_of
 from lightning_gpufeed.hdf5.report import (
     Advice,
     DatasetReport,
@@ -39,7 +40,6 @@ from lightning_gpufeed.hdf5.report import (
     bytes_text,
 )
 from lightning_gpufeed.hdf5.residency import cached_share
-from lightning_gpufeed.hdf5.row_blocks import block_rows
 from lightning_gpufeed.hdf5.source import H5Source
 
 __all__ = ["inspect_file"]

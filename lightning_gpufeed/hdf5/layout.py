@@ -35,7 +35,6 @@ from lightning_gpufeed.hdf5.access import (
     open_h5_dataset,
     pick_attributes,
 )
-from lightning_gpufeed.hdf5.addresses import absolute, remote_file
 from lightning_gpufeed.hdf5.chunk_index import (
     ChunkIndex,
     chunk_grid,
@@ -43,10 +42,11 @@ from lightning_gpufeed.hdf5.chunk_index import (
     has_plain_edge_chunk,
     read_chunk_index,
 )
-from lightning_gpufeed.hdf5.decode import FilterSpec, why_not_decodable
 from lightning_gpufeed.hdf5.linked import find_dependencies
-from lightning_gpufeed.hdf5.raw_check import raw_bytes_agree, refuse_truncation
-from lightning_gpufeed.hdf5.remote import RemoteStamp, is_remote, refuse_other_files
+from lightning_gpufeed.hdf5.readers.decode import FilterSpec, why_not_decodable
+from lightning_gpufeed.hdf5.readers.raw_check import raw_bytes_agree, refuse_truncation
+from lightning_gpufeed.hdf5.remote.addresses import absolute, remote_file
+from lightning_gpufeed.hdf5.remote.remote_file import RemoteStamp, is_remote, refuse_other_files
 
 __all__ = ["Engine", "H5DatasetLayout", "Storage", "read_layout"]
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from lightning_gpufeed.hdf5.access import StrPath
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
-from lightning_gpufeed.hdf5.remote import is_remote
+from lightning_gpufeed.hdf5.remote.remote_file import is_remote
 
 __all__ = ["are_cached", "cached_share"]
 

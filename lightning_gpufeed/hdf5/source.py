@@ -16,7 +16,6 @@ import torch
 from lightning_gpufeed.device.memory import TensorSpec
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.access import StrPath, list_datasets, open_file
-from lightning_gpufeed.hdf5.addresses import absolute, know, remember
 from lightning_gpufeed.hdf5.agreement import (
     read_layouts,
     refuse_different_shapes,
@@ -25,8 +24,9 @@ from lightning_gpufeed.hdf5.agreement import (
 )
 from lightning_gpufeed.hdf5.keys import refuse_one_per_sample
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
-from lightning_gpufeed.hdf5.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
-from lightning_gpufeed.hdf5.row_blocks import BlockNumbers
+from lightning_gpufeed.hdf5.readers.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
+from lightning_gpufeed.hdf5.readers.row_blocks import BlockNumbers
+from lightning_gpufeed.hdf5.remote.addresses import absolute, know, remember
 
 __all__ = ["Batch", "H5Source"]
 

@@ -361,19 +361,21 @@ def test_a_batch_is_let_go_of_before_the_next_one_comes_to_the_device(echo_facto
 # Equal to the last bit ---------------------------------------------------------------------------------------
 
 
+ANY_TRAINING: list[dict[str, Any]] = [
+    {},
+    {"val_check_interval": 0.5, "accumulate_grad_batches": 2},
+    {"limit_train_batches": 2, "precision": "bf16-mixed"},
+    {"limit_train_batches": 0.5, "max_steps": 3},
+    {"val_check_interval": 2, "check_val_every_n_epoch": None, "gradient_clip_val": 0.1},
+]
+
+
 @pytest.mark.parametrize("echo_factor", [1, "auto"])
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"val_check_interval": 0.5, "accumulate_grad_batches": 2},
-        {"limit_train_batches": 2, "precision": "bf16-mixed"},
-        {"limit_train_batches": 0.5, "max_steps": 3},
-        {"val_check_interval": 2, "check_val_every_n_epoch": None, "gradient_clip_val": 0.1},
-    ],
+    ("given", "schedule", "shuffle"),
+    # Every pair of values.
+    [(given, one, (one is None) == i % 2) for i, given in enumerate(ANY_TRAINING) for one in (None, "onecycle")],
 )
-@pytest.mark.parametrize("schedule", [None, "onecycle"])
-@pytest.mark.parametrize("shuffle", [False, True])
 def test_no_echo_is_bit_equal_to_no_callback(echo_factor, given, schedule, shuffle):
     # With "auto", a loader that keeps up: each step waits for the next batch to be there, so that it is one.
     def trained(callback: BatchEcho | None) -> dict[str, Any]:

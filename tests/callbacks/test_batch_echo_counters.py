@@ -57,28 +57,30 @@ def fetches(steps: list[list[int]], batch_size: int = 8) -> list[int]:
 # A fixed echo: 22 samples in 8, 8, 6; two passes in two pieces: 12 steps -----------------------------------
 
 
-@pytest.mark.parametrize("schedule", [None, "onecycle", "cosine"])
+COUNTED: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 24, 24),
+    ({"accumulate_grad_batches": 3}, 24, 8),
+    ({"accumulate_grad_batches": 5}, 24, 6),  # the last one of an epoch steps anyway: 5, 5, 2
+    ({"accumulate_grad_batches": 100}, 24, 2),
+    ({"limit_train_batches": 7}, 14, 14),
+    ({"limit_train_batches": 100}, 24, 24),
+    ({"limit_train_batches": 0.5}, 12, 12),
+    ({"limit_train_batches": 0.3}, 6, 6),  # int(3.6)
+    ({"limit_train_batches": 7, "accumulate_grad_batches": 2}, 14, 8),
+    ({"max_steps": 7}, 7, 7),
+    ({"max_steps": 7, "max_epochs": -1}, 7, 7),
+    ({"max_steps": 17, "max_epochs": -1}, 17, 17),
+    ({"max_steps": 3, "accumulate_grad_batches": 2}, 6, 3),
+    ({"max_steps": 100}, 24, 24),
+    ({"max_epochs": 1}, 12, 12),
+    ({"fast_dev_run": True}, 1, 1),
+    ({"fast_dev_run": 5}, 5, 5),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "steps", "optimizer_steps"),
-    [
-        ({}, 24, 24),
-        ({"accumulate_grad_batches": 3}, 24, 8),
-        ({"accumulate_grad_batches": 5}, 24, 6),  # the last one of an epoch steps anyway: 5, 5, 2
-        ({"accumulate_grad_batches": 100}, 24, 2),
-        ({"limit_train_batches": 7}, 14, 14),
-        ({"limit_train_batches": 100}, 24, 24),
-        ({"limit_train_batches": 0.5}, 12, 12),
-        ({"limit_train_batches": 0.3}, 6, 6),  # int(3.6)
-        ({"limit_train_batches": 7, "accumulate_grad_batches": 2}, 14, 8),
-        ({"max_steps": 7}, 7, 7),
-        ({"max_steps": 7, "max_epochs": -1}, 7, 7),
-        ({"max_steps": 17, "max_epochs": -1}, 17, 17),
-        ({"max_steps": 3, "accumulate_grad_batches": 2}, 6, 3),
-        ({"max_steps": 100}, 24, 24),
-        ({"max_epochs": 1}, 12, 12),
-        ({"fast_dev_run": True}, 1, 1),
-        ({"fast_dev_run": 5}, 5, 5),
-    ],
+    ("given", "steps", "optimizer_steps", "schedule"),
+    [(*one, schedule) for i, one in enumerate(COUNTED) for schedule in ("onecycle", (None, "cosine")[i % 2])],
 )
 def test_steps_are_counted_limited_and_foreseen_exactly(given, steps, optimizer_steps, schedule):
     model, trainer = fit(echo(2, num_splits=2), model=EchoModel(schedule=schedule), val=plain_loader(4, 2), **given)

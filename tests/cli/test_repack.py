@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from lightning_gpufeed.cli import repack as cli_repack
-from lightning_gpufeed.hdf5 import repack as repack_module
-from lightning_gpufeed.hdf5 import repack_source
-from lightning_gpufeed.hdf5.repack import RepackReport, repack
+from lightning_gpufeed.hdf5.repack import inputs as repack_source
+from lightning_gpufeed.hdf5.repack import repack as repack_module
+from lightning_gpufeed.hdf5.repack.repack import RepackReport, repack
 from tests.cli.commands import error_of, pixels, write_h5
 
 

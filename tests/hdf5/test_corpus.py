@@ -20,7 +20,14 @@ import torch
 from lightning_gpufeed.errors import GpuFeedError
 from lightning_gpufeed.hdf5.keys import ArrayInfo, list_arrays
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout, read_layout
-from lightning_gpufeed.hdf5.reader import BlockReader, GatherReader, ResidentReader, open_reader, read_objects, spec_of
+from lightning_gpufeed.hdf5.readers.reader import (
+    BlockReader,
+    GatherReader,
+    ResidentReader,
+    open_reader,
+    read_objects,
+    spec_of,
+)
 from lightning_gpufeed.hdf5.source import H5Source
 from tests.contracts import as_bytes
 
@@ -184,5 +191,5 @@ def test_the_files_hold_something_for_every_reader():
                 num_refused += 1
             else:
                 engines.add((layout.engine, layout.is_tensor))
-    assert engines == {(Engine.RAW, True), (Engine.H5PY, True), (Engine.H5PY, False)}
+    assert engines == {(Engine.RAW, True), (Engine.CHUNKS, True), (Engine.H5PY, True), (Engine.H5PY, False)}
     assert num_refused > 0

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpufeed.hdf5.chunk_plan import SamplePlan
 from lightning_gpufeed.hdf5.order import EpochPlan
+from lightning_gpufeed.hdf5.readers.chunk_plan import SamplePlan
 from lightning_gpufeed.hdf5.window import Lanes, grouping_digest, rolling_order, window_order
 
 

@@ -666,7 +666,7 @@ def test_verify_refuses_what_it_cannot_compare(tmp_path):
         file["images"] = pixels(4, 3)
     with pytest.raises(LayoutError) as caught:
         verify(path)
-    assert str(caught.value) == f"{path} has no checksums; only files written by `gpufeed pack` have them"
+    assert str(caught.value) == f"{path} has no checksums; only files written by `gpufeed pack` or `repack` have them"
 
 
 @pytest.mark.parametrize("change", ["deleted", "shortened"])

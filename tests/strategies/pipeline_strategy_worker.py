@@ -79,6 +79,7 @@ def train(
     logger: bool = False,
     scaler: float | None = None,
     microbatches: int = 0,
+    logs: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train, and say all that came of it.
@@ -100,6 +101,7 @@ def train(
         scaler: First scale of 16-mixed, in which float16 is bfloat16 here.
         microbatches: Into how many the layers cut each batch, if there is no strategy: what a pipeline of as many is
             compared with to the last bit, if they are two, as a sum of two numbers has one order.
+        logs: Whether losses of training are logged.
         **settings: Of the Trainer.
     """
     net = net or {}
@@ -109,6 +111,7 @@ def train(
     given: list[Any] = []
     error = None
     model: Any = MODULES[module](**net)
+    model.logs = logs
     if microbatches:
         cut(model, microbatches)
     every = callbacks_of(callbacks or [], folder)

@@ -306,12 +306,14 @@ def train(
     find_unused_parameters: bool = False,
     resume: str | None = None,
     num_fits: int = 1,
+    logs: bool = True,
     **settings: Any,
 ) -> Any:
     """Train; `strategy` None is DDP, `saves` are arguments of ModelCheckpoint, `resume` is a file to go on from."""
     net = net or {}
     folder = Path(plan["out"]) / name
     model: Any = MODULES[module](rank=RANK, **net)
+    model.logs = logs
     seen: list[Any] = []
     watch, log = Watch(), MemoryLogger()
     every: list[Callback] = callbacks_of(callbacks or [], seen, folder)

@@ -34,7 +34,7 @@ def with_late(layers: list[LayerCosts], late: set[int]) -> tuple[list[LayerCosts
     return [replace(layer, is_deferrable=False) if i in late else layer for i, layer in enumerate(layers)], late
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     layers=models,
     link=links,
@@ -59,7 +59,7 @@ def test_every_candidate_can_be_carried_out_for_the_layers_as_they_are(
     assert len(set(texts)) == len(texts)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(layers=models, link=links, options=options, late=lates)
 def test_late_layers_are_sent_last_each_in_one_message_of_its_own(layers, link, options, late):
     layers, late = with_late(layers, late)

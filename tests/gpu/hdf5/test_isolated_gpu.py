@@ -15,7 +15,7 @@ import torch
 
 from lightning_gpufeed.device.memory import TensorSpec
 from lightning_gpufeed.device.shared_memory import SharedBufferPool
-from lightning_gpufeed.hdf5.isolated import ReaderProcess
+from lightning_gpufeed.hdf5.isolated.reader_process import ReaderProcess
 from lightning_gpufeed.hdf5.source import H5Source
 
 pytestmark = [

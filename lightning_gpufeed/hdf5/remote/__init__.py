@@ -1,0 +1,1 @@
+"""HDF5 files in a store that fsspec reaches."""

@@ -1,0 +1,1 @@
+"""An HDF5 file into a better layout, value for value."""

@@ -1,0 +1,127 @@
+"""Loaders over files in a store: the same batches as from the disk, and what cannot be read there."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from lightning_gpufeed import H5DataModule, H5Loader
+from lightning_gpufeed.errors import FeedError, LayoutError
+from lightning_gpufeed.hdf5.inspection import inspect_file
+from lightning_gpufeed.hdf5.remote.addresses import absolute
+from lightning_gpufeed.hdf5.source import H5Source
+from tests.hdf5.remote_stores import WebStore, serve
+
+NUM_SAMPLES = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    random = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("store") / "train.h5"
+    with h5py.File(path, "w") as h5_file:
+        images = random.integers(0, 9, (NUM_SAMPLES, 3, 20, 20), dtype=np.uint8)
+        h5_file.create_dataset("plain", data=images, chunks=(8, 3, 20, 20))
+        h5_file.create_dataset("packed", data=images[::-1], chunks=(8, 3, 20, 20), compression="gzip")
+        h5_file["block"] = images
+        h5_file.create_dataset("split", data=images, chunks=(8, 3, 7, 20))
+        h5_file["labels"] = np.arange(NUM_SAMPLES) % 4
+        h5_file["big"] = np.arange(NUM_SAMPLES).astype(">i4")
+        h5_file["names"] = [f"sample {number}" for number in range(NUM_SAMPLES)]
+        h5_file.create_dataset("scaled", data=images.astype("i4"), chunks=(8, 3, 20, 20), scaleoffset=8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(path: Path):
+    with serve(WebStore({"/train.h5": path.read_bytes()})) as store:
+        yield store
+
+
+@pytest.fixture
+def url(store: WebStore, tmp_path, monkeypatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"{store.address}/train.h5"
+
+
+KEYS = ["plain", "packed", "block", "split", "labels", "big", "names"]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "window:16", None])
+def test_batches_from_a_store_are_those_from_the_disk(path, url, shuffle):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with H5Loader(path, 7, keys=KEYS, shuffle=shuffle) as here, H5Loader(url, 7, keys=KEYS, shuffle=shuffle) as far:
+            assert len(here) == len(far)
+            if shuffle != "window:16":  # a contiguous field has other blocks than a chunk
+                assert here.order(0).tolist() == far.order(0).tolist()
+            for one, other in zip(here, far, strict=True):
+                assert list(one) == list(other) == KEYS
+                for name in KEYS:
+                    same = one[name] == other[name]
+                    assert same if name == "names" else torch.equal(one[name], other[name])
+
+
+def test_opening_several_fields_takes_few_requests(store, url):
+    store.log.clear()
+    H5Source(url, KEYS)
+    assert len(store.log) < 25
+
+
+def test_each_chunk_is_fetched_once_in_an_epoch_and_not_again_in_the_next(path, store, url):
+    with H5Loader(url, 8, keys=["packed"], shuffle="window:16") as loader:
+        list(loader)
+        store.log.clear()
+        list(loader)
+        assert sum(stop - start for start, stop in store.ranges) < path.stat().st_size // 10  # from the disk cache
+
+
+def test_a_source_of_a_store_goes_to_another_process_as_it_is(path, url):
+    source = pickle.loads(pickle.dumps(H5Source(url, ["plain", "labels"])))
+    with h5py.File(path) as h5_file:
+        expected = h5_file["plain"][[3, 40]]
+    assert (source.read_new(np.array([3, 40]))["plain"].numpy() == expected).all()
+    source.close()
+
+
+def test_what_only_hdf5_can_read_is_refused_with_the_way_out(url):
+    with pytest.raises(LayoutError, match=r"'scaled' can only be read by HDF5 .*gpufeed repack COPY\.h5 OUT\.h5"):
+        H5Source(url, ["scaled"])
+
+
+def test_an_object_replaced_between_epochs_is_refused(path):
+    with (
+        serve(WebStore({"/a.h5": path.read_bytes()})) as store,
+        H5Loader(f"{store.address}/a.h5", 8, keys=["plain"]) as loader,
+    ):
+        list(loader)
+        changed = bytearray(path.read_bytes())
+        changed[-1] ^= 1
+        store.objects["/a.h5"] = bytes(changed)
+        with pytest.raises(FeedError, match="was replaced"):
+            list(loader)
+
+
+def test_a_datamodule_takes_addresses(url):
+    datamodule = H5DataModule(url, val=0.2, keys=["plain", "labels"], batch_size=8)
+    datamodule.setup("fit")
+    batches = [*datamodule.train_dataloader(), *datamodule.val_dataloader()]
+    assert sum(len(batch["labels"]) for batch in batches) == NUM_SAMPLES
+    datamodule.teardown("fit")
+
+
+def test_an_address_can_be_inspected(url):
+    report = inspect_file(url, probe_seconds=0)
+    assert {one.key for one in report.datasets} >= set(KEYS) - {"names"}
+
+
+def test_addresses_stay_as_they_are_and_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute("s3://bucket/a.h5") == "s3://bucket/a.h5"
+    assert absolute("a.h5") == str(tmp_path / "a.h5")
