@@ -2,9 +2,11 @@
 #   PYTHON   the interpreter that makes the virtual environment
 #   TORCH    the torch release that is installed first
 #   ARGS     extra arguments for pytest, e.g. make test ARGS="-k resume"
+#   BENCH_ARGS  arguments for benchmarks/feed.py
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,12 +54,8 @@ check: setup  ## lint, format, types, import directions
 test: setup  ## run the whole test suite
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
-bench: setup  ## run every benchmark and print its tables
-	@for script in benchmarks/bench_*.py; do \
-	    [ -e "$$script" ] || { echo "There is no benchmarks/bench_*.py to run." >&2; exit 1; }; \
-	    echo "== $$script"; \
-	    $(BIN)/python "$$script"; \
-	done
+bench: setup  ## measure the feed against every peer (25 minutes; BENCH_ARGS=--quick: one)
+	$(BIN)/python benchmarks/feed.py --make-peers $(BENCH_ARGS)
 
 gpu-check: setup  ## run what needs a CUDA device
 	PYTHON=$(BIN)/python bash benchmarks/gpu_check.sh

@@ -20,14 +20,39 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.bench_feed import ItemDataset
 from lightning_gpufeed import H5Loader
 from lightning_gpufeed.device.images import ImagePreparation
 
 NUM_SAMPLES, SHAPE, BATCH_SIZE = 8_000, (3, 224, 224), 256
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ItemDataset(Dataset):
+    """The usual way: one h5py read per sample; the file is opened at the first read of each process."""
+
+    def __init__(self, path: Path, cache_bytes: int | None) -> None:
+        self.path = path
+        self.cache_bytes = cache_bytes
+        self.file = None
+        with h5py.File(path) as h5_file:
+            self.num_samples = len(h5_file["images"])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int):
+        if self.file is None:
+            options = {} if self.cache_bytes is None else {"rdcc_nbytes": self.cache_bytes}
+            self.file = h5py.File(self.path, **options)
+            self.images, self.labels = self.file["images"], self.file["labels"]
+        return torch.from_numpy(self.images[index]), int(self.labels[index])
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 def copy_bound() -> None:
@@ -88,6 +113,13 @@ def main() -> None:
             "bound: copy from pinned memory": copy_bound,
             "H5Loader -> device, uint8": over_loader(loader, None),
             "H5Loader -> device, float32 normalised": over_loader(loader, ImagePreparation("NCHW", MEAN, STD)),
+            "  copied ahead on a stream of its own": over_loader(
+                H5Loader(path, BATCH_SIZE, device="cuda"), ImagePreparation("NCHW", MEAN, STD)
+            ),
+            "  read by a process of its own": over_loader(
+                H5Loader(path, BATCH_SIZE, isolate=True), ImagePreparation("NCHW", MEAN, STD)
+            ),
+            "  in steps, not by a table": over_loader(loader, ImagePreparation("NCHW", MEAN, STD)._in_steps),
             "  bfloat16, channels last": over_loader(
                 loader, ImagePreparation("NCHW", MEAN, STD, dtype=torch.bfloat16, channels_last=True)
             ),
