@@ -49,7 +49,7 @@ class H5DataModule(LightningDataModule):
     ==================  =====================================================================================
     given               meaning
     ==================  =====================================================================================
-    a path, or several  those files, several as one dataset
+    a path, or several  those files, several as one dataset; addresses in a store too
     a float             that fraction of the training samples, chosen by `seed` (by class: `stratify_by`)
     a list of ints      those samples of the training files; of booleans: those it marks; the name of a dataset of
                         these files: as it says, in either way
@@ -111,6 +111,7 @@ class H5DataModule(LightningDataModule):
         pin_memory: bool | None = None,
         isolate: bool = False,
         copy_ahead: bool = False,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         """Note the arguments; files are opened in `setup`.
 
@@ -142,6 +143,7 @@ class H5DataModule(LightningDataModule):
             pin_memory: Page-locked host buffers; None means yes with a GPU.
             isolate: Read in a process of its own: for training loops that hold the interpreter lock.
             copy_ahead: Copy training batches to the device ahead of their step, on a stream of their own.
+            storage_options: What fsspec needs to reach addresses among the files, such as `s3://bucket/train.h5`.
 
         Raises:
             ValueError: An argument is out of range, or two do not fit together.
@@ -165,6 +167,7 @@ class H5DataModule(LightningDataModule):
             stratify_by=stratify_by,
             fold=choose_fold(fold, folds, num_folds, group_by),
             columns=[self._weights.column] if self._weights.column else [],
+            storage_options=storage_options,
         )
         self._num_slots = whole_number("num_slots", num_slots, 1)
         self._pin_memory = pin_memory
@@ -230,36 +233,15 @@ class H5DataModule(LightningDataModule):
         return loader
 
     def val_dataloader(self) -> H5Loader:
-        """Validation batches of this rank.
-
-        Returns:
-            A loader in the order of the file.
-
-        Raises:
-            ValueError: There is no validation data.
-        """
+        """Validation batches of this rank in the order of the file; a `ValueError` if there is no validation data."""
         return self._loader("val")
 
     def test_dataloader(self) -> H5Loader:
-        """Test batches of this rank.
-
-        Returns:
-            A loader in the order of the file.
-
-        Raises:
-            ValueError: There is no test data.
-        """
+        """Test batches of this rank in the order of the file; a `ValueError` if there is no test data."""
         return self._loader("test")
 
     def predict_dataloader(self) -> H5Loader:
-        """Prediction batches of this rank.
-
-        Returns:
-            A loader in the order of the file.
-
-        Raises:
-            ValueError: There is neither prediction nor test data.
-        """
+        """Prediction batches of this rank in the order of the file; a `ValueError` if there are no data for it."""
         return self._loader("predict")
 
     def _loader(self, split: Split) -> H5Loader:

@@ -87,6 +87,7 @@ class H5ImageDataModule(H5DataModule):
         pin_memory: bool | None = None,
         isolate: bool = False,
         copy_ahead: bool = False,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         """Note the arguments; files are opened in `setup`.
 
@@ -126,6 +127,7 @@ class H5ImageDataModule(H5DataModule):
             pin_memory: Page-locked host buffers; None means yes with a GPU.
             isolate: Read in a process of its own: for training loops that hold the interpreter lock.
             copy_ahead: Copy training batches to the device ahead of their step, on a stream of their own.
+            storage_options: What fsspec needs to reach addresses among the files.
 
         Raises:
             ValueError: An argument is out of range.
@@ -156,6 +158,7 @@ class H5ImageDataModule(H5DataModule):
             pin_memory=pin_memory,
             isolate=isolate,
             copy_ahead=copy_ahead,
+            storage_options=storage_options,
         )
         if image_layout not in ("auto", "NCHW", "NHWC", "NHW"):
             raise ValueError(f"image_layout={image_layout!r}; expected 'auto', 'NCHW', 'NHWC' or 'NHW'.")

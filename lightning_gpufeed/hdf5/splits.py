@@ -15,6 +15,7 @@ from lightning_gpufeed.hdf5.columns import check_class_names, divide_by_fold, re
 from lightning_gpufeed.hdf5.folds import FoldChoice
 from lightning_gpufeed.hdf5.holdout import as_indices, take_fraction, take_indices
 from lightning_gpufeed.hdf5.keys import ArrayInfo, Split, describe, group_by_split, list_arrays, pick_group
+from lightning_gpufeed.hdf5.remote.addresses import know, remember
 from lightning_gpufeed.hdf5.source import H5Source
 
 __all__ = ["Found", "H5Splits", "Origin", "Paths", "Samples", "fields_by_name"]
@@ -51,6 +52,7 @@ class H5Splits:
         seed: int = 0,
         stratify_by: str | None = None,
         fold: FoldChoice | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         columns: Collection[str] = (),
     ) -> None:
         """Note the arguments.
@@ -64,6 +66,7 @@ class H5Splits:
             seed: Decides the fractions, and folds that are made.
             stratify_by: Field of class numbers that fractions and folds keep the proportions of.
             fold: What part of the training samples is for validation, in place of an origin.
+            storage_options: What fsspec needs to reach the addresses among the files.
             columns: Further datasets that say something of samples, such as weights. Like those that hold sample
                 numbers, masks or folds they become fields only if `keys` names them.
 
@@ -81,6 +84,8 @@ class H5Splits:
             raise ValueError(
                 "both val and fold are given: a fold of the training samples is for validation. Leave val off."
             )
+        paths = [os.fspath(path) for origin in self.origins.values() for path in _as_paths(origin) or []]
+        self._remotes = know(paths, storage_options)
         self._named = [train_indices, fold.folds if fold else None, *columns]
         self._columns: set[str] | None = None
         self._keys = keys
@@ -107,6 +112,7 @@ class H5Splits:
             ValueError: The splits do not fit together.
         """
         if split not in self._found:
+            remember(self._remotes)  # in another process they are not known yet
             found = self._find(split)
             if found is None and split == "predict":
                 found = self.get("test")

@@ -125,3 +125,16 @@ def test_addresses_stay_as_they_are_and_paths_become_absolute(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert absolute("s3://bucket/a.h5") == "s3://bucket/a.h5"
     assert absolute("a.h5") == str(tmp_path / "a.h5")
+
+
+def test_options_for_the_store_reach_it(store, path, monkeypatch):
+    # Two addresses of one server, so that nothing is known of the second from the tests before.
+    url = store.address.replace("127.0.0.1", "localhost") + "/train.h5"
+    options = {"client_kwargs": {"headers": {"X-Token": "abc"}}}
+    store.headers.clear()
+    datamodule = H5DataModule(url, keys=["labels"], batch_size=8, storage_options=options)
+    datamodule.setup("fit")
+    assert sum(len(batch["labels"]) for batch in datamodule.train_dataloader()) == NUM_SAMPLES
+    datamodule.teardown("fit")
+    assert store.headers
+    assert all(headers.get("X-Token") == "abc" for headers in store.headers)
