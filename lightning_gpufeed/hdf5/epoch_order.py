@@ -85,7 +85,7 @@ def window_state(shuffle: Shuffle, groups: Indices | None, lanes: Lanes) -> dict
     return {"window": {"chunks": grouping_digest(groups), **vars(lanes)}}
 
 
-def resumed_lanes(state: Mapping[str, Any], groups: Indices, paths: tuple[str, ...]) -> Lanes:
+def resumed_lanes(state: Mapping[str, Any], groups: Indices | None, paths: tuple[str, ...]) -> Lanes:
     """The lanes of a position that was saved in a window shuffle.
 
     Args:
@@ -100,7 +100,7 @@ def resumed_lanes(state: Mapping[str, Any], groups: Indices, paths: tuple[str, .
         FeedError: The chunks were others then.
     """
     window = state.get("window")
-    if window is None or window["chunks"] != grouping_digest(groups):
+    if window is None or groups is None or window["chunks"] != grouping_digest(groups):
         raise FeedError(
             f"the position was saved in a window shuffle over other chunks than {', '.join(paths)} has now: the order "
             f"cannot be continued. Use the files as they were chunked then, or start without the loader's state."

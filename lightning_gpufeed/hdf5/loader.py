@@ -21,7 +21,7 @@ from lightning_gpufeed.hdf5.arguments import LARGEST_SEED, chosen_samples, whole
 from lightning_gpufeed.hdf5.batch_maker import BatchMaker, MadeBatch
 from lightning_gpufeed.hdf5.draws import make_shuffle, resume_shuffle
 from lightning_gpufeed.hdf5.epoch_order import EpochOrder, resumed_lanes, window_state
-from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, WindowShuffle
+from lightning_gpufeed.hdf5.order import EpochPlan, FullShuffle, Shuffle, WindowShuffle, parse_shuffle
 from lightning_gpufeed.hdf5.position import EpochPosition
 from lightning_gpufeed.hdf5.source import Batch, H5Source
 from lightning_gpufeed.hdf5.window import Lanes
@@ -78,7 +78,7 @@ class H5Loader:
         """Read the layout of the files; nothing is mapped or started yet.
 
         Args:
-            path: One file, several files used as one, addresses such as `s3://bucket/train.h5`, or an open source.
+            path: One file, several as one, addresses (`s3://...`), or an open source (its `twin` for a second loader).
             batch_size: Samples per batch on this rank.
             keys: Datasets to use: names, or field name -> key. None takes all of them.
             shuffle: "full", "window", "window:N" or None; see `lightning_gpufeed.hdf5.order`.
@@ -91,8 +91,7 @@ class H5Loader:
             samples_per_epoch: Draws in an epoch; None for as many as there are samples used.
             num_slots: Batches read ahead, 1 to any.
             pin_memory: Page-locked buffers; None means yes when a GPU is there.
-            isolate: Read in a process of its own: for training loops that hold the interpreter lock. Three more batches
-                are then read ahead.
+            isolate: Read in a process of its own, three more batches ahead: for loops that hold the interpreter lock.
             device: Copy batches there ahead of their use, on a stream of its own; None leaves them in host memory.
             storage_options: What fsspec needs to reach the addresses among the files.
             to_batch: Turns the dict into what is yielded; must be picklable if the loader is to be.
@@ -110,12 +109,15 @@ class H5Loader:
         self.rank = rank
         self.drop_last = drop_last
         self._indices = chosen_samples(indices, self.source.num_samples)
+        if weights is not None and self._indices is not None and isinstance(parse_shuffle(shuffle), WindowShuffle):
+            self._indices = np.sort(self._indices)  # the draws are taken along the file
         self.shuffle, self.num_samples = make_shuffle(
             shuffle, weights, samples_per_epoch, self.source.num_samples, self._indices
         )
         self._chosen_digest: str | None = None
         self._groups: npt.NDArray[np.int64] | None = None
-        self._lanes = Lanes(world_size, batch_size) if world_size > 1 else Lanes()
+        # Of the epoch that a loaded state stands in: its own; of all others: those of today's ranks.
+        self._lanes: dict[int, Lanes] = {}
         self._num_slots = num_slots
         self._maker = BatchMaker(
             self.source, num_slots=num_slots, pin_memory=pin_memory, isolate=isolate, device=device
@@ -184,17 +186,21 @@ class H5Loader:
         Returns:
             int64 (num_samples,).
         """
-        return self._epoch_order().of(epoch)
+        return self._epoch_order(epoch).of(epoch)
 
-    def _epoch_order(self) -> EpochOrder:
+    def _epoch_order(self, epoch: int) -> EpochOrder:
         """What the order is a function of."""
-        return EpochOrder(self.shuffle, self.num_samples, self.seed, self._indices, self._chunk_groups(), self._lanes)
+        groups, lanes = self._chunk_groups(self.shuffle), self._lanes_of(epoch)
+        return EpochOrder(self.shuffle, self.num_samples, self.seed, self._indices, groups, lanes)
 
-    def _chunk_groups(self) -> npt.NDArray[np.int64] | None:
+    def _lanes_of(self, epoch: int) -> Lanes:
+        own = Lanes(self.world_size, self.batch_size) if self.world_size > 1 else Lanes()
+        return self._lanes.get(epoch, own)
+
+    def _chunk_groups(self, shuffle: Shuffle) -> npt.NDArray[np.int64] | None:
         """Which samples lie in the same chunk; only a window needs to know."""
-        if self._groups is None and isinstance(self.shuffle, WindowShuffle):
-            everything = np.arange(self.num_samples) if self._indices is None else self._indices
-            self._groups = self.source.blocks(everything)
+        if self._groups is None and isinstance(shuffle, WindowShuffle):
+            self._groups = self.source.blocks(np.arange(self.num_samples) if self._indices is None else self._indices)
         return self._groups
 
     def __iter__(self) -> Iterator[Any]:
@@ -227,6 +233,11 @@ class H5Loader:
 
     def _stop_running(self) -> None:
         """End the iteration that runs, if any, and wait for its thread, dropped by its user or not."""
+        if self._process != os.getpid():
+            # Forked while a thread was reading: what it held, locks included, is not to be touched here.
+            self.__dict__.update(self.__getstate__(), _process=os.getpid())
+            self._maker.forget()
+            self.source.forget_open()
         running = self._running() if self._running is not None else None
         if running is not None:
             running.is_replaced = True
@@ -246,7 +257,7 @@ class H5Loader:
             "num_samples": self.num_samples,
             "seed": self.seed,
             "shuffle": str(self.shuffle),
-            **window_state(self.shuffle, self._chunk_groups(), self._lanes),
+            **window_state(self.shuffle, self._chunk_groups(self.shuffle), self._lanes_of(self.position.epoch)),
             "step_samples": self.step_samples,
             **self.position.numbers(self.is_latest_in_work is not None and self.is_latest_in_work()),
         }
@@ -278,17 +289,13 @@ class H5Loader:
         shuffle = resume_shuffle(self.shuffle, self.num_samples, state_dict)
         if (state_dict["digest"], state_dict["num_samples"]) != (self._digest(), self.num_samples):
             raise FeedError(
-                f"the position was saved over {state_dict['num_samples']} samples (digest {state_dict['digest']}), "
-                f"but {', '.join(self.source.paths)} gives {self.num_samples} (digest {self._digest()}): the "
-                f"order cannot be continued over other data. Use the same files and split, or start without the "
-                f"loader's state."
+                f"the position was saved over {state_dict['num_samples']} samples (digest {state_dict['digest']}), but "
+                f"{', '.join(self.source.paths)} gives {self.num_samples} (digest {self._digest()}): the order cannot "
+                f"be continued over other data. Use the same files and split, or start without the loader's state."
             )
         if isinstance(shuffle, WindowShuffle):
-            former, self.shuffle = self.shuffle, shuffle
-            groups = self._chunk_groups()
-            self.shuffle = former
-            assert groups is not None
-            self._lanes = resumed_lanes(state_dict, groups, self.source.paths)
+            groups = self._chunk_groups(shuffle)
+            self._lanes = {state_dict["epoch"]: resumed_lanes(state_dict, groups, self.source.paths)}
         self.seed, self.shuffle = state_dict["seed"], shuffle
         # Counted in steps of today's size, so that what is left ends where every epoch ends.
         steps_left = self._plan(state_dict["samples_consumed"]).num_steps
@@ -327,11 +334,6 @@ class H5Loader:
                 f"for one. Give rank= and world_size=, or use a DataModule, which knows them.",
                 stacklevel=4,
             )
-        if self._process != os.getpid():
-            # Forked while a thread was reading: what it held, locks included, is not to be touched here.
-            self.__dict__.update(self.__getstate__(), _process=os.getpid())
-            self._maker.forget()
-            self.source.forget_open()
         self._stop_running()
         self._running = weakref.ref(iteration)
         self.source.check_unchanged()
@@ -345,7 +347,9 @@ class H5Loader:
             )
         # A later epoch's last step may be one row larger.
         most_rows = min(self.batch_size, self.num_samples) + 1
-        produce = self._maker.begin(self._epoch_order(), self.position.epoch, plan, self.rank, most_rows)
+        produce = self._maker.begin(
+            self._epoch_order(self.position.epoch), self.position.epoch, plan, self.rank, most_rows
+        )
         self._feed = Feed(produce, plan.num_steps, self._num_slots)
         weakref.finalize(iteration, self._feed.stop_soon)
         return self._feed, plan

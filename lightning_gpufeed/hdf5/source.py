@@ -249,8 +249,9 @@ class H5Source:
 
     def rest(self) -> None:
         """Nothing is read for a while: end threads. Reading again starts them again."""
-        for reader in list(self._readers.values()):
-            reader.rest()
+        if self._process == os.getpid():
+            for reader in list(self._readers.values()):
+                reader.rest()
 
     def locate(self, sample: int) -> str:
         """Where a sample is, for messages.
@@ -353,6 +354,8 @@ class H5Source:
 
     def close(self) -> None:
         """Let go of files and memory; the next read opens them again."""
+        if self._process != os.getpid():
+            self.forget_open()
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -958,3 +959,42 @@ def test_a_process_of_its_own_reads_the_same_batches(write, stored):
         rest = [numbers_of(batch) for batch in iterator]
         there.load_state_dict(state)
         assert [numbers_of(batch) for batch in there] == rest
+
+
+def test_draws_of_a_window_over_a_shuffled_subset_read_each_chunk_once(write):
+    source = H5Source(write("draws.h5", **STORED["compressed"]), ["x"], cache_bytes=0)
+    chosen = np.random.default_rng(0).permutation(NUM_SAMPLES)
+    with H5Loader(source, 5, shuffle="window:9", indices=chosen, weights=np.ones(NUM_SAMPLES)) as loader:
+        list(loader)
+    assert source._readers["x"].num_block_reads <= len(np.unique(source.blocks(np.arange(NUM_SAMPLES))))
+    source.close()
+
+
+def test_a_resumed_epoch_keeps_its_lanes_and_the_next_has_those_of_todays_ranks(write):
+    path = write("lanes.h5", **STORED["chunks"])
+    with H5Loader(path, 4, shuffle="window:9") as alone:
+        iterator = iter(alone)
+        next(iterator)
+        state = alone.state_dict()
+        with H5Loader(path, 4, shuffle="window:9", world_size=2, rank=0) as resumed:
+            fresh = resumed.order(1).tolist()
+            resumed.load_state_dict(state)
+            assert resumed.order(0).tolist() == alone.order(0).tolist()
+            assert resumed.order(1).tolist() == fresh != alone.order(1).tolist()
+
+
+def test_what_was_open_in_the_parent_is_let_go_of_in_a_forked_process(write):
+    path = write("forked.h5", **STORED["compressed"])
+    with H5Loader(H5Source(path, ["x"], cache_bytes=0), 3, shuffle="window:9") as loader:
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+            process = os.fork()
+            if not process:
+                with contextlib.suppress(BaseException):
+                    loader.close()
+                    loader.source.close()
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(process, 0)[1] == 0
+        loader.source.close()
