@@ -26,7 +26,7 @@ from lightning_gpufeed.hdf5.keys import refuse_one_per_sample
 from lightning_gpufeed.hdf5.layout import Engine, H5DatasetLayout
 from lightning_gpufeed.hdf5.readers.reader import FieldReader, is_resident, open_reader, read_objects, spec_of
 from lightning_gpufeed.hdf5.readers.row_blocks import BlockNumbers
-from lightning_gpufeed.hdf5.remote.addresses import absolute, know, remember
+from lightning_gpufeed.hdf5.remote.addresses import absolute, know, remember, warn_of_unmarked
 
 __all__ = ["Batch", "H5Source"]
 
@@ -102,6 +102,7 @@ class H5Source:
             refuse_different_shapes(layouts)
             if not is_resident(layouts, self._resident_bytes):
                 refuse_slow_addresses(layouts)
+        warn_of_unmarked(self._remotes)
         first = next(iter(self.fields.values()))
         self.num_samples = sum(layout.num_samples for layout in first)
         if self.num_samples == 0:

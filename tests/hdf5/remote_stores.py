@@ -33,6 +33,7 @@ class WebStore:
         delay_seconds: Every answer waits that long.
         has_ranges: Whether ranges are served; otherwise the whole object comes.
         has_etags: Whether versions have marks, and conditions are honoured.
+        has_times: Whether it tells when an object was last changed.
         faults: Taken one by one by the next requests for bytes: a status to answer with, a number of bytes (negative)
             by which the answer is shorter, or `BROKEN` for a connection that breaks in the middle of it.
         log: (method, range) of every request.
@@ -45,6 +46,7 @@ class WebStore:
     delay_seconds: float = 0.0
     has_ranges: bool = True
     has_etags: bool = True
+    has_times: bool = True
     faults: deque[float] = field(default_factory=deque)
     log: list[tuple[str, tuple[int, int] | None]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -103,7 +105,8 @@ def serve(store: WebStore) -> Iterator[WebStore]:
             is_broken = fault != fault
             content = content if is_broken else content[: len(content) + int(fault)]
             self.send_header("Content-Length", str(len(content)))
-            self.send_header("Last-Modified", formatdate(0, usegmt=True))
+            if store.has_times:
+                self.send_header("Last-Modified", formatdate(0, usegmt=True))
             if store.has_etags:
                 self.send_header("ETag", etag)
             self.end_headers()

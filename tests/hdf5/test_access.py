@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -348,3 +349,53 @@ def test_small_attributes_of_numbers_and_text_are_kept(path):
     assert picked.keys() == kept.keys()
     for name, value in kept.items():
         np.testing.assert_array_equal(picked[name], value)
+
+
+def test_a_file_that_may_not_be_read_stays_an_error_of_permissions(path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(h5py, "File", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"), open_file(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=["ENOLCK", "EOPNOTSUPP", "ENOSYS"]
+)
+def test_without_locks_a_file_is_opened_without_one_and_with_the_same_cache(path, monkeypatch, number):
+    h5_file_class, asked = h5py.File, []
+
+    def open_(name: str, mode: str, **options: object) -> object:
+        asked.append((mode, options["locking"], options["rdcc_nbytes"]))
+        if options["locking"]:
+            raise OSError(number, "no locks available")
+        return h5_file_class(name, mode, **options)
+
+    monkeypatch.setattr(h5py, "File", open_)
+    with open_file(path, 1 << 16) as h5_file:
+        assert h5_file.mode == "r"
+    assert asked == [("r", "best-effort", 1 << 16), ("r", False, 1 << 16)]
+
+
+@pytest.mark.parametrize("value", ["TRUE", "true", "1"])
+def test_a_setting_that_insists_on_locks_is_named(path, monkeypatch, value):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setenv("HDF5_USE_FILE_LOCKING", value)
+    monkeypatch.setattr(h5py, "File", refuse)
+    with (
+        pytest.raises(LayoutError, match=rf"HDF5_USE_FILE_LOCKING={value} insists on them\. Unset it"),
+        open_file(path),
+    ):
+        pass
+
+
+def test_a_file_that_this_process_writes_is_refused_and_not_left_open(path):
+    with h5py.File(path, "r+") as h5_file:
+        count = h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)
+        with pytest.raises(LayoutError, match="this process has it open for writing"), open_file(path):
+            pass
+        assert h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE) == count
+        h5_file["images"][0] = 1

@@ -14,7 +14,9 @@ from lightning_gpufeed.hdf5.keys import (
     group_by_split,
     list_arrays,
     pick_group,
+    refuse_one_per_sample,
 )
+from tests.contracts import exactly
 
 PATH = "data.h5"
 
@@ -204,3 +206,43 @@ def test_the_arrays_of_a_file_are_listed_by_key(tmp_path):
         ArrayInfo("train/images", (4, 8, 8), "u"),
         ArrayInfo("train/labels", (4,), "i"),
     ]
+
+
+# One dataset for each sample -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "count", "name", "what"),
+    [
+        ([f"image_{n}" for n in range(16)], 16, "image_#", "dataset"),
+        ([f"{n:05d}" for n in range(20)], 20, "#", "dataset"),
+        ([*(f"s{n}" for n in range(16)), "labels"], 16, "s#", "dataset"),
+        ([f"{name}/x" for name in "abcdefghijklmnop"], 16, "*/x", "group"),
+        ([f"s{n}/{key}" for n in range(16) for key in ("x", "y")], 16, "s#/x", "group"),
+    ],
+    ids=["numbered", "numbers alone", "with labels", "groups", "numbered groups"],
+)
+def test_a_dataset_for_each_sample_is_refused_with_the_way_out(keys, count, name, what):
+    message = (
+        f"a.h5: {count} of its {len(keys)} datasets are called {name!r}: one {what} for each sample, it seems; "
+        f"expected arrays whose first axis counts samples. Write a Dataset whose item i is sample i, and pack that: "
+        f"gpufeed pack package.module:dataset OUT.h5. Or name the arrays to use (keys=)."
+    )
+    with pytest.raises(LayoutError, match=exactly(message)):
+        refuse_one_per_sample("a.h5", keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [],
+        ["x"],
+        [f"image_{n}" for n in range(15)],
+        [f"{name}/x" for name in "abcdefghijklmno"],
+        [f"column_{chr(97 + n)}" for n in range(26)],
+        [f"{group}/{name}" for group in ("train", "val") for name in "abcdefghijklmnopq"],
+    ],
+    ids=["none", "one", "fifteen", "fifteen groups", "names", "splits"],
+)
+def test_some_datasets_of_similar_names_are_taken(keys):
+    refuse_one_per_sample("a.h5", keys)

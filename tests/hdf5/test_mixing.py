@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from lightning_gpufeed import H5Loader
+from lightning_gpufeed.hdf5.labels import order_variety
 from lightning_gpufeed.hdf5.mixing import describe_mixing
+from lightning_gpufeed.hdf5.source import H5Source
 
 NUM_SAMPLES = 2000
 
@@ -51,3 +53,37 @@ def test_the_share_of_classes_follows_the_window(tmp_path, shuffle, low, high):
 def test_where_there_is_nothing_to_tell_nothing_is_said(tmp_path, shuffle, labels):
     with H5Loader(write(tmp_path / "a.h5", labels=labels), 64, shuffle=shuffle) as loader:
         assert describe_mixing(loader) is None
+
+
+def test_the_samples_of_all_ranks_in_a_step_count(tmp_path):
+    path = write(tmp_path / "a.h5", labels=np.arange(NUM_SAMPLES) // 20)
+    with H5Loader(path, 32, shuffle="window:100", world_size=2) as loader:
+        labels = np.arange(NUM_SAMPLES) // 20
+        share = order_variety(labels[loader.order(0)], 64)
+        assert share != order_variety(labels[loader.order(0)], 32)
+        text = describe_mixing(loader)
+        assert text is not None
+        assert f"holds {100 * share:.0f} %" in text
+
+
+def test_fields_that_are_no_classes_are_passed_over(tmp_path):
+    path = write(
+        tmp_path / "a.h5",
+        a=np.linspace(0, 1, NUM_SAMPLES),
+        b=np.full(NUM_SAMPLES, 1j, np.complex64),
+        c=np.zeros((NUM_SAMPLES, 2), np.int64),
+        d=np.zeros(NUM_SAMPLES, np.int64),
+        e=(np.arange(NUM_SAMPLES) // 20)[:, None],
+    )
+    with H5Loader(path, 64, shuffle="window:100") as loader:
+        text = describe_mixing(loader)
+        assert text is not None
+        assert text.endswith(" (e)")
+
+
+def test_labels_that_are_not_kept_in_memory_are_not_read_for_it(tmp_path):
+    path = write(tmp_path / "a.h5", labels=np.arange(NUM_SAMPLES) // 20)
+    source = H5Source(path, resident_bytes=0)
+    with H5Loader(source, 64, shuffle="window:100") as loader:
+        assert describe_mixing(loader) is None
+    source.close()

@@ -422,3 +422,63 @@ def test_a_copy_of_a_source_notices_changes_since_the_original_was_opened(write)
     append(path)
     with pytest.raises(FeedError, match="changed its size"):
         pickle.loads(sent).read_new(np.arange(4))
+
+
+# What a loader asks before it reads ----------------------------------------------------------------------
+
+
+def stored_in(rows: int, values: np.ndarray) -> dict[str, Any]:
+    return {"data": values, "chunks": (rows, *values.shape[1:]), "compression": "gzip"}
+
+
+def test_samples_of_a_block_of_the_largest_field_are_read_together(write, opened):
+    path = write(a=np.arange(12), x=stored_in(5, images(12)), y=stored_in(2, images(12)[:, :2]), z=["a"] * 12)
+    order = np.array([11, 0, 4, 5, 9, 10])
+    assert opened(path).blocks(order).tolist() == [2, 0, 0, 1, 1, 2]
+    assert opened(path, ["a", "y"]).blocks(order).tolist() == [5, 0, 2, 2, 4, 5]
+    assert opened([path, path], ["x"]).blocks(order + 12).tolist() == [5, 3, 3, 4, 4, 5]
+    # Nothing is read by blocks: any answer will do, but there is one for each.
+    assert opened(path, "a").blocks(order).shape == (6,)
+
+
+def test_a_field_fits_the_cache_as_long_as_it_is_no_larger(write, opened):
+    path = write(x=stored_in(4, images(4)), y=stored_in(4, images(4)[:, 0]), a=np.arange(4))
+    num_bytes = 4 * 3 * 8 * 8
+    assert opened(path, cache_bytes=num_bytes).fits_cache
+    assert not opened(path, cache_bytes=num_bytes - 1).fits_cache
+    assert not opened([path, path], ["x"], cache_bytes=num_bytes).fits_cache
+    assert opened(path, "a", cache_bytes=0).fits_cache  # kept in memory anyway
+
+
+def test_what_comes_is_told_to_each_tensor_field_and_ends_with_a_rest(write, opened):
+    path = write(x=stored_in(2, images(12)), y=np.arange(12), z=["a"] * 12)
+    source = opened(path, cache_bytes=0)
+    order = np.random.default_rng(0).permutation(12)
+    before = set(threading.enumerate())
+    source.expect(order, 5)
+    assert set(threading.enumerate()) != before  # blocks are being read
+    batch = source.read_new(order[:5])
+    assert as_bytes(batch["x"]) == as_bytes(images(12)[order[:5]])
+    source.rest()
+    assert set(threading.enumerate()) == before
+    assert as_bytes(source.read_new(order[5:])["x"]) == as_bytes(images(12)[order[5:]])
+
+
+def test_a_twin_has_readers_of_its_own(write, opened):
+    source = opened(write(x=stored_in(2, images(12)), y=np.arange(12), z=["a"] * 12), cache_bytes=0)
+    source.read_new(np.arange(3))
+    twin = source.twin()
+    assert (twin.paths, twin.num_samples, twin.digest()) == (source.paths, 12, source.digest())
+    assert twin._readers == {}
+    order = np.arange(12)
+    source.expect(order, 4)
+    twin.expect(order[::-1].copy(), 3)
+    for step in range(3):
+        here, there = source.read_new(order[4 * step :][:4]), twin.read_new(order[::-1][4 * step :][:4].copy())
+        assert here["y"].tolist() == order[4 * step :][:4].tolist()
+        assert there["y"].tolist() == order[::-1][4 * step :][:4].tolist()
+    assert {id(one) for one in source._readers.values()}.isdisjoint(id(one) for one in twin._readers.values())
+    twin.close()
+    assert source.read_new(np.array([7]))["y"].tolist() == [7]
+    source.on_way = print
+    assert source.twin().on_way is None

@@ -99,3 +99,19 @@ def test_ranks_meet_chunks_of_their_own(num_samples, batch_size, world_size):
 def test_the_digest_tells_where_chunks_begin_and_not_how_they_are_counted():
     assert grouping_digest(np.array([0, 0, 1, 1])) == grouping_digest(np.array([7, 7, 9, 9]))
     assert grouping_digest(np.array([0, 0, 1, 1])) != grouping_digest(np.array([0, 1, 1, 1]))
+
+
+def test_the_order_of_several_ranks_is_the_same_on_every_machine():
+    # The thirteenth sample is less than one for each rank, and joins the step before, as `EpochPlan` has it.
+    order = window_order(np.arange(13) // 3, 4, 0, 0, Lanes(2, 3))
+    assert order.tolist() == EXPECTED_LANES
+    plan = EpochPlan(13, 3, 2)
+    first, second = of_ranks(order, plan)
+    alone = np.argsort(window_order(np.arange(13) // 3, 1, 0, 0))
+    # The chunks in their order are cut in two: each rank has one half.
+    assert sorted(alone[first].tolist()) == list(range(7))
+    assert sorted(alone[second].tolist()) == list(range(7, 13))
+
+
+# Written down once: a saved position means this order.
+EXPECTED_LANES = [10, 9, 12, 2, 7, 8, 5, 11, 4, 3, 1, 6, 0]

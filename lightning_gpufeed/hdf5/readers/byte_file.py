@@ -29,6 +29,9 @@ class ByteFile(Protocol):
             out: Writable, contiguous.
         """
 
+    def check_unchanged(self) -> None:
+        """Raise a `FeedError` if the file is another one now: that explains bytes that make no sense."""
+
     def close(self) -> None:
         """Let go of the file. Closing twice is allowed."""
 
@@ -80,6 +83,9 @@ class LocalFile:
             if not count:
                 raise FeedError(shorter_text(self._path, offset + len(out), os.fstat(self._descriptor).st_size))
             done += count
+
+    def check_unchanged(self) -> None:
+        """Nothing to do: what is open stays what it is."""
 
     def close(self) -> None:
         """Close the file. Closing twice is allowed."""

@@ -80,7 +80,7 @@ class ChunkReader:
 
         Args:
             layouts: One layout per file, none of them for h5py only.
-            buffer_bytes: Limit of the arena; one block is always kept.
+            buffer_bytes: Limit of the arena; one block is always kept. Each thread holds up to three blocks beside it.
             cache_bytes: A dataset of up to this size is kept whole.
             num_threads: Threads that read and decode; None takes `num_threads_for`.
             open_file: Opens the file that a layout's bytes lie in; None opens it where it is.
@@ -122,23 +122,25 @@ class ChunkReader:
                 return
             blocks, _ = self._locate(indices)
             self._stop_rolling()
-            self._plan, self._position, self._ahead = UsePlan.of(blocks), 0, 0
-            if self._keeps_all:
-                self._reserve(len(self._plan.first_uses))
-            elif not self._start_rolling(SamplePlan.of(indices, blocks), batch_samples):
+            self._plan, self._position, self._ahead = None, 0, 0
+            if not self._keeps_all:
+                if self._start_rolling(SamplePlan.of(indices, blocks), batch_samples):
+                    return
                 self._drop_all()
-                self._reserve(self._plan.most_live(batch_samples) + 2 * self._num_threads)
+            plan = self._plan = UsePlan.of(blocks)
+            in_play = plan.most_live(batch_samples) + 2 * self._num_threads
+            self._reserve(len(plan.first_uses) if self._keeps_all else in_play)
             self._read_ahead()
 
     def _start_rolling(self, plan: SamplePlan, batch_samples: int) -> bool:
         """Keep single samples for this epoch, if those in play at the same time fit into the buffer."""
-        rows = int(self._numbers.rows.max())
-        num_slots = plan.most_kept(batch_samples) + 2 * self._num_threads * rows
-        num_slots = min(num_slots, len(plan.members))
-        if num_slots * self._sample_bytes > self._buffer_bytes or not self._sample_bytes:
+        most_slots = self._buffer_bytes // self._sample_bytes if self._sample_bytes else 0
+        num_kept = plan.most_kept(batch_samples)
+        if num_kept > most_slots:
             return False
+        num_ahead = 2 * self._num_threads * int(self._numbers.rows.max())
+        num_slots = min(num_kept + num_ahead, most_slots, len(plan.members))
         self._drop_all()
-        self._plan = None
         num_bytes = num_slots * self._sample_bytes
         if self._arena.numel() < num_bytes:
             self._arena = torch.empty((-(-num_bytes // self._slot_bytes), self._slot_bytes), dtype=torch.uint8)
@@ -322,6 +324,8 @@ class ChunkReader:
         self._next_use.pop(block, None)
 
     def _drop_all(self) -> None:
+        for future in self._loading.values():
+            future.cancel()  # all of them first: while one is waited for, the threads would begin the next
         for block in list(self._slot_of):
             self._forget(block)
 

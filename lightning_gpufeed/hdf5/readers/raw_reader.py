@@ -140,9 +140,9 @@ class RawReader:
         return KernelReader(self._layouts)
 
     def _fits_buffer(self, indices: Indices, batch_samples: int) -> bool:
-        """Whether the samples in play at the same time fit into the buffer, with room to read ahead."""
+        """Whether the samples in play at the same time fit into the buffer."""
         plan = SamplePlan.of(indices, BlockNumbers.of(self._layouts).locate(indices)[0])
-        return plan.most_kept(batch_samples) * self._layouts[0].sample_bytes <= self._buffer_bytes // 2
+        return plan.most_kept(batch_samples) * self._layouts[0].sample_bytes <= self._buffer_bytes
 
     def read_into(self, indices: Indices, out: torch.Tensor) -> None:
         """Copy samples into place; see `FieldReader.read_into`.

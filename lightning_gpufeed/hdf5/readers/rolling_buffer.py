@@ -167,5 +167,7 @@ class RollingBuffer:
         """Begin nothing more, and wait for what is in the making: it writes to the arena."""
         self._next_block = len(self._plan.blocks)
         for future in self._making:
-            if not future.cancel():
+            future.cancel()  # all of them first: while one is waited for, the threads would begin the next
+        for future in self._making:
+            if not future.cancelled():
                 future.exception()

@@ -152,6 +152,7 @@ class BlockLoader:
             else:
                 self._load_row(block, out)
         except FeedError as error:
+            self._opened().check_unchanged()
             last = min(first + self._rows, layout.num_samples) - 1
             raise FeedError(
                 f"{layout.path}: dataset {layout.key!r}, samples {first} to {last} cannot be read: {error}"

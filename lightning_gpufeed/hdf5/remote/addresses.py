@@ -9,12 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpufeed.hdf5.remote.remote_file import RemoteFile, is_remote
 
-__all__ = ["SharedBytes", "absolute", "hold_open", "know", "open_address", "remember", "remote_file", "size_of"]
+__all__ = [
+    "SharedBytes",
+    "absolute",
+    "hold_open",
+    "know",
+    "open_address",
+    "remember",
+    "remote_file",
+    "size_of",
+    "warn_of_unmarked",
+]
 
 StrPath = str | os.PathLike[str]
 
@@ -61,6 +72,21 @@ def know(paths: Iterable[str], storage_options: Mapping[str, Any] | None) -> tup
                 _known[path] = RemoteFile(path, storage_options)
             remotes.append(_known[path])
     return tuple(remotes)
+
+
+def warn_of_unmarked(remotes: Iterable[RemoteFile]) -> None:
+    """Say which files could be replaced without anybody noticing.
+
+    Args:
+        remotes: Files that were looked at.
+    """
+    for remote in remotes:
+        if not remote.stamp.is_certain:
+            warnings.warn(
+                f"{remote.url}: its store tells no mark of a version (an etag, or a time): if it is replaced by a file "
+                f"of the same size, that is not noticed.",
+                stacklevel=4,
+            )
 
 
 def remember(remotes: Iterable[RemoteFile]) -> None:
@@ -154,6 +180,10 @@ class SharedBytes:
             out: Writable, contiguous.
         """
         self._remote.read_into(offset, out)
+
+    def check_unchanged(self) -> None:
+        """See `ByteFile.check_unchanged`."""
+        self._remote.check_unchanged()
 
     def close(self) -> None:
         """Others may use the connection."""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout, read_layout
+from lightning_gpufeed.hdf5.readers.byte_file import LocalFile
 from lightning_gpufeed.hdf5.readers.chunk_reader import ChunkReader, num_decode_threads
 from lightning_gpufeed.hdf5.window import window_order
 
@@ -166,3 +167,65 @@ def test_no_thread_is_left_behind(layout):
     reader.close()
     with pytest.raises(FeedError, match="the reader is closed"):
         read(reader, np.arange(3))
+
+
+def test_blocks_that_cannot_be_read_do_not_use_up_the_buffer(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as h5_file:
+        h5_file.create_dataset("x", data=VALUES, chunks=(ROWS, BYTES), compression="gzip")
+        place = h5_file["x"].id.get_chunk_info(7)
+    with open(path, "r+b") as raw:
+        raw.seek(place.byte_offset + 2)
+        raw.write(b"\xff" * 40)
+    with closing(ChunkReader([read_layout(path, "x")], buffer_bytes=BLOCK_BYTES)) as reader:
+        for _ in range(3):
+            with pytest.raises(FeedError, match="samples 70 to 79 cannot be read"):
+                read(reader, np.arange(72, 75))
+            assert (read(reader, np.arange(3)) == VALUES[:3]).all()
+
+
+def test_a_closed_reader_keeps_no_file_open_and_starts_no_thread(layout):
+    before = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    reader = ChunkReader([layout], buffer_bytes=1 << 20)
+    reader.expect(np.arange(NUM_SAMPLES))
+    read(reader, np.arange(50))
+    reader.close()
+    reader.expect(np.arange(NUM_SAMPLES))
+    assert (set(threading.enumerate()), set(os.listdir("/proc/self/fd"))) == before
+    assert reader._arena.numel() == 0
+
+
+def test_resting_ends_the_threads_and_reading_goes_on(layout):
+    before = set(threading.enumerate())
+    with closing(ChunkReader([layout], buffer_bytes=1 << 20)) as reader:
+        reader.expect(np.arange(NUM_SAMPLES))
+        read(reader, np.arange(16))
+        assert set(threading.enumerate()) != before
+        reader.rest()
+        assert set(threading.enumerate()) == before
+        assert (read(reader, np.arange(16, 60)) == VALUES[16:60]).all()
+        assert set(threading.enumerate()) == before
+        epoch(reader, np.arange(NUM_SAMPLES))
+
+
+def test_a_new_epoch_waits_for_what_the_last_one_still_writes(layout):
+    log: list[str] = []
+    started, gate = threading.Event(), threading.Event()
+
+    class Slow(LocalFile):
+        def read_into(self, offset: int, out: memoryview) -> None:
+            super().read_into(offset, out)
+            started.set()
+            if not gate.wait(0.1):  # time to go wrong
+                log.append("written")
+
+    with closing(
+        ChunkReader([layout], buffer_bytes=1 << 20, num_threads=1, open_file=lambda one: Slow(one.storage_stamp))
+    ) as reader:
+        reader.expect(np.arange(ROWS))
+        assert started.wait(20)
+        reader.expect(np.arange(100, 100 + ROWS))
+        log.append("next epoch")
+        gate.set()
+        assert (read(reader, np.arange(100, 100 + ROWS)) == VALUES[100 : 100 + ROWS]).all()
+    assert log[:2] == ["written", "next epoch"]

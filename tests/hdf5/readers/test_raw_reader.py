@@ -86,10 +86,11 @@ def test_a_file_on_the_disk_is_read_ahead_and_gathered_once_it_is_in_memory(path
 
 
 @pytest.mark.parametrize("kind", ["full", "window"])
-def test_what_does_not_fit_into_the_buffer_is_read_sample_by_sample(path, kind):
+def test_what_does_not_fit_into_the_buffer_is_read_sample_by_sample(path, kind, monkeypatch):
+    # That a file on the disk is known for one is shown above; here it is small, and soon back in memory.
+    monkeypatch.setattr(raw_reader, "_share_in_memory", lambda layouts: 0.3)
     groups = np.arange(NUM_SAMPLES) // ROWS
     order = np.random.default_rng(1).permutation(NUM_SAMPLES) if kind == "full" else window_order(groups, 32, 0, 0)
-    evict(path)
     with closing(RawReader([read_layout(path, "x")], buffer_bytes=20 * ROWS * BYTES)) as reader:
         epoch(reader, order, batch_size=16)
         assert reader.way is (Way.READS if kind == "full" else Way.BLOCKS)
@@ -111,3 +112,11 @@ def test_a_closed_reader_says_so(path):
     reader.expect(np.arange(3))
     with pytest.raises(FeedError, match="the reader is closed"):
         reader.read_into(np.arange(3), torch.zeros((3, BYTES), dtype=torch.uint8))
+
+
+def test_what_is_in_play_has_to_fit_into_the_buffer(path):
+    layouts = [read_layout(path, "x")]
+    # In order, a block at a time: as many samples are kept as a block has.
+    for buffer_bytes, fits in ((ROWS * BYTES, True), (ROWS * BYTES - 1, False)):
+        with closing(RawReader(layouts, buffer_bytes=buffer_bytes)) as reader:
+            assert reader._fits_buffer(np.arange(NUM_SAMPLES), ROWS) is fits

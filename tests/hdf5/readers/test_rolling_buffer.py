@@ -169,21 +169,6 @@ def test_stopping_waits_for_the_threads_that_write_to_the_arena(pool):
     assert log == ["written", "stopped"]
 
 
-def test_blocks_that_nobody_began_are_not_read_once_it_is_stopped(pool):
-    gate = threading.Event()
-    loaded: list[int] = []
-
-    def wait(block: int, out: np.ndarray) -> None:
-        gate.wait(WAIT_SECONDS)
-        loaded.append(block)
-
-    order = np.arange(NUM_SAMPLES)
-    buffer = buffer_for(order, pool, load=wait, more_slots=NUM_SAMPLES, most_ahead=100)
-    threading.Timer(0.05, gate.set).start()
-    buffer.stop()
-    assert sorted(loaded) == [0, 1, 2]  # one for each thread
-
-
 def test_each_thread_decodes_into_memory_of_its_own(pool):
     barrier = threading.Barrier(2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,17 @@ import torch
 from lightning_gpufeed import H5DataModule, H5Loader
 from lightning_gpufeed.errors import FeedError, LayoutError
 from lightning_gpufeed.hdf5.inspection import inspect_file
-from lightning_gpufeed.hdf5.remote.addresses import absolute
+from lightning_gpufeed.hdf5.remote.addresses import (
+    SharedBytes,
+    absolute,
+    hold_open,
+    know,
+    open_address,
+    remember,
+    remote_file,
+    size_of,
+)
+from lightning_gpufeed.hdf5.remote.remote_file import RemoteFile
 from lightning_gpufeed.hdf5.source import H5Source
 from tests.hdf5.remote_stores import WebStore, serve
 
@@ -138,3 +149,90 @@ def test_options_for_the_store_reach_it(store, path, monkeypatch):
     datamodule.teardown("fit")
     assert store.headers
     assert all(headers.get("X-Token") == "abc" for headers in store.headers)
+
+
+def test_a_file_held_open_is_opened_once_by_its_own_thread_alone(path):
+    content = path.read_bytes()
+    with serve(WebStore({"/a.h5": content, "/b.h5": content})) as store:
+        one, other = f"{store.address}/a.h5", f"{store.address}/b.h5"
+        with hold_open(one), open_address(one) as h5_file:
+            with hold_open(one), open_address(one) as again:
+                assert again is h5_file
+            with open_address(one) as again:
+                assert again is h5_file
+            # Another address is another file, held open or not.
+            with hold_open(other), open_address(other) as second:
+                assert second is not h5_file
+
+
+def test_another_thread_opens_an_address_for_itself_once_it_is_not_held_any_more(path):
+    log: list[str] = []
+
+    def look(url: str) -> None:
+        with open_address(url):
+            log.append("opened")
+
+    with serve(WebStore({"/a.h5": path.read_bytes()})) as store:
+        url = f"{store.address}/a.h5"
+        with hold_open(url):
+            thread = threading.Thread(target=look, args=(url,))
+            thread.start()
+            thread.join(0.05)  # time to go wrong
+            log.append("let go")
+        thread.join(20)
+    assert log == ["let go", "opened"]
+
+
+def test_a_path_is_not_held_open(path):
+    with hold_open(str(path)):
+        assert size_of(str(path)) == path.stat().st_size
+
+
+def test_a_reader_that_closes_leaves_the_connection_to_others(path):
+    content = path.read_bytes()
+    with serve(WebStore({"/a.h5": content})) as store:
+        url = f"{store.address}/a.h5"
+        assert size_of(url) == len(content)
+        ours, theirs = SharedBytes(url), SharedBytes(url)
+        session = remote_file(url)._session
+        ours.close()
+        assert remote_file(url)._session is session
+        out = bytearray(20)
+        theirs.read_into(8, memoryview(out))
+        assert bytes(out) == content[8:28]
+
+
+def test_options_are_kept_until_others_are_given():
+    url = "s3://bucket/of_options.h5"
+    (first,) = know([url, "a.h5"], {"key": 1})
+    assert know([url], None) == (first,)
+    assert remote_file(url) is first
+    (second,) = know([url], {"key": 2})
+    assert second is not first
+    remember([first])  # from another process: what was said here counts
+    assert remote_file(url) is second
+    remember([RemoteFile("s3://bucket/sent.h5")])
+    assert remote_file("s3://bucket/sent.h5").url == "s3://bucket/sent.h5"
+
+
+def test_a_home_folder_is_written_out(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert absolute("~/a.h5") == "/home/somebody/a.h5"
+
+
+def test_a_store_that_tells_no_version_is_warned_of(path):
+    with serve(WebStore({"/a.h5": path.read_bytes()}, has_etags=False, has_times=False)) as store:
+        url = f"{store.address}/a.h5"
+        with pytest.warns(UserWarning, match=f"{url}: its store tells no mark of a version"):
+            H5Source(url, ["labels"])
+
+
+def test_bytes_that_make_no_sense_are_explained_by_a_replaced_object(path):
+    with serve(WebStore({"/a.h5": path.read_bytes()}, has_etags=False, has_times=False)) as store:
+        with pytest.warns(UserWarning, match="no mark of a version"):
+            source = H5Source(f"{store.address}/a.h5", ["packed"], cache_bytes=0)
+        source.read_new(np.array([0]))
+        store.objects["/a.h5"] = bytes(path.stat().st_size + 100)
+        with pytest.raises(FeedError, match="changed its size"):
+            source.read_new(np.array([50]))
+        source.close()
