@@ -24,12 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from lightning_gpufeed.device.forks import leave_garbage_to_parent
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec, in_memory
 from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.program import Message
 
 __all__ = ["Links", "PipelineGroups"]
+
+leave_garbage_to_parent()
 
 _MOST_LEAVES = 1024
 

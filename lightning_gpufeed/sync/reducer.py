@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from lightning_gpufeed.device.forks import leave_garbage_to_parent
 from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.sync.layers import SyncLayer
 from lightning_gpufeed.sync.memory import GradientMemory
@@ -24,6 +25,8 @@ from lightning_gpufeed.sync.plan import Bucket
 from lightning_gpufeed.sync.ranks import peer_lost
 
 __all__ = ["Reducer"]
+
+leave_garbage_to_parent()
 
 _POLL_SECONDS = 0.005
 
