@@ -529,7 +529,7 @@ def test_a_second_fit_goes_on_with_the_record_of_the_first():
 # What users of HDF5 report -----------------------------------------------------------------------------------
 
 HERE = "test_bugs.py::"
-LOADER, READER = "hdf5/test_loader.py::", "hdf5/test_reader.py::"
+LOADER, READER = "hdf5/test_loader.py::", "hdf5/readers/test_reader.py::"
 REPORTS = {
     # number and complaint: the tests that show it cured
     "R1 handles cannot be pickled, by spawn": [LOADER + "test_a_loader_sent_to_another_process_reads_the_same_there"],
@@ -559,10 +559,10 @@ REPORTS = {
     "R19 a moved source gives fill values": ["hdf5/test_linked.py::test_a_source_file_that_is_gone"],
     "R21 encoded images": ["hdf5/test_wild.py::test_every_sample_of_an_epoch_is_what_h5py_reads"],
     "R23 stores in the cloud are read slowly": [
-        "hdf5/test_remote.py::test_chunks_by_their_offsets_are_what_h5py_reads_from_the_local_file"
+        "hdf5/remote/test_remote_file.py::test_chunks_by_their_offsets_are_what_h5py_reads_from_the_local_file"
     ],
     "R24 garbage collected while bytes are fetched": [
-        "hdf5/test_remote.py::test_garbage_of_h5py_collected_where_bytes_are_fetched_is_no_deadlock"
+        "hdf5/remote/test_remote_file.py::test_garbage_of_h5py_collected_where_bytes_are_fetched_is_no_deadlock"
     ],
     "R25 a plug-in not imported by workers": [
         HERE + "test_a_worker_decodes_what_needs_a_plug_in_without_importing_it",
@@ -577,7 +577,7 @@ REPORTS = {
     "R30 files are converted to leave HDF5": ["hdf5/test_wild.py::test_every_sample_of_an_epoch_is_what_h5py_reads"],
     "R31 floats of 0 to 1 stored as bytes": [
         "hdf5/test_writer.py::test_floats_are_refused_before_anything_is_written",
-        "hdf5/test_doctor.py::test_floats_that_were_stored_as_zeros_are_a_problem",
+        "hdf5/doctor/test_doctor.py::test_floats_that_were_stored_as_zeros_are_a_problem",
     ],
 }  # fmt: skip
 

@@ -215,9 +215,9 @@ def test_options_are_kept_until_others_are_given():
     assert remote_file("s3://bucket/sent.h5").url == "s3://bucket/sent.h5"
 
 
-def test_a_home_folder_is_written_out(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert absolute("~/a.h5") == "/home/somebody/a.h5"
+def test_a_home_folder_is_written_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert absolute("~/a.h5") == str(tmp_path / "a.h5")
 
 
 def test_a_store_that_tells_no_version_is_warned_of(path):
