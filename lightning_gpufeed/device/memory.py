@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["HostBufferPool", "TensorSpec"]
+__all__ = ["HostBufferPool", "TensorSpec", "refuse_too_many_rows"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,22 @@ class TensorSpec:
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return math.prod(self.row_shape) * self.dtype.itemsize
+
+
+def refuse_too_many_rows(num_rows: int, most_rows: int) -> None:
+    """Make sure that a batch fits into a buffer.
+
+    Args:
+        num_rows: Rows asked for.
+        most_rows: Rows of a buffer.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if num_rows > most_rows:
+        raise ValueError(
+            f"{num_rows} rows asked of a pool whose buffers hold {most_rows}; make the pool with a larger most_rows."
+        )
 
 
 class HostBufferPool:
@@ -76,16 +92,9 @@ class HostBufferPool:
             num_rows: Rows of every tensor, at most `most_rows`.
 
         Returns:
-            Name -> contiguous tensor (num_rows, *row_shape) in host memory.
-
-        Raises:
-            ValueError: More rows than planned.
+            Name -> contiguous tensor (num_rows, *row_shape) in host memory; a `ValueError` for more rows than planned.
         """
-        if num_rows > self.most_rows:
-            raise ValueError(
-                f"{num_rows} rows asked of a pool whose buffers hold {self.most_rows}; "
-                f"make the pool with a larger most_rows."
-            )
+        refuse_too_many_rows(num_rows, self.most_rows)
         tensors = {}
         for name, spec in self._specs.items():
             num_bytes = num_rows * spec.row_bytes

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_gpufeed.device.memory import HostBufferPool, TensorSpec
+from lightning_gpufeed.device.memory import HostBufferPool, TensorSpec, refuse_too_many_rows
 
 __all__ = ["NUM_REQUESTS", "SharedArena", "SharedBufferPool", "map_shared", "memory_file"]
 
@@ -246,16 +246,9 @@ class SharedBufferPool:
             num_rows: Rows of every tensor, at most `most_rows`.
 
         Returns:
-            Name -> contiguous tensor (num_rows, *row_shape) in host memory.
-
-        Raises:
-            ValueError: More rows than planned.
+            Name -> contiguous tensor (num_rows, *row_shape) in host memory; a `ValueError` for more rows than planned.
         """
-        if num_rows > self.most_rows:
-            raise ValueError(
-                f"{num_rows} rows asked of a pool whose buffers hold {self.most_rows}; "
-                f"make the pool with a larger most_rows."
-            )
+        refuse_too_many_rows(num_rows, self.most_rows)
         arena = self.arena
         return {name: self._tensor(arena, name, num_rows) for name in self._specs}
 

@@ -70,8 +70,9 @@ class FullShuffle:
 class WindowShuffle:
     """A shuffle that moves a sample by fewer than `window_samples` places, for files that decode whole chunks.
 
-    Each sample is held back by a random number of places below the window, like a shuffle buffer that rolls
-    along the file: at any time only samples of one window are in play, so each chunk is decoded once.
+    In a loader it means a buffer of `window_samples` samples that rolls through the chunks in random order
+    (`lightning_gpufeed.hdf5.window`). By itself, without knowing of chunks, it holds each sample back by a random
+    number of places below the window, along the file.
 
     Attributes:
         window_samples: Size of the window. The wider, the closer to a full shuffle.

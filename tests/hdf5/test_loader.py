@@ -992,8 +992,8 @@ def test_what_was_open_in_the_parent_is_let_go_of_in_a_forked_process(write):
             process = os.fork()
             if not process:
                 with contextlib.suppress(BaseException):
-                    loader.close()
                     loader.source.close()
+                    loader.close()
                     os._exit(0)
                 os._exit(1)
             assert os.waitpid(process, 0)[1] == 0
