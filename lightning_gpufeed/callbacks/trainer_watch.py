@@ -27,6 +27,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_gpufeed.diagnose.observer import Observer
+from lightning_gpufeed.diagnose.steps import StepTimer
 from lightning_gpufeed.echo.loader import REPEATED
 
 __all__ = ["TrainerWatch", "training_loader"]
@@ -37,21 +38,53 @@ def training_loader(trainer: Trainer) -> Any:
     return trainer.fit_loop._combined_loader
 
 
-def _nothing() -> None:
-    """Nothing is told."""
-
-
 class _Hook:
-    """In the place of an instance's method: tells before and after each call, after it even if it fails.
+    """In the place of an instance's method. A copy of the instance, pickled or not, has the method again."""
 
-    A copy of the instance, pickled or not, has the method again.
-    """
-
-    def __init__(self, owner: Any, name: str, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.is_in_use = True
         self.before = owner.__dict__.get(name)
-        self._method, self._begin, self._end = getattr(owner, name), begin, end
+        self._method = getattr(owner, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+class _BeforeHook(_Hook):
+    """Tells before each call."""
+
+    def __init__(self, owner: Any, name: str, begin: Callable[[], None]) -> None:
+        super().__init__(owner, name)
+        self._begin = begin
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self.is_in_use:
+            self._begin()
+        return self._method(*arguments, **options)
+
+
+class _AfterHook(_Hook):
+    """Tells after each call, even if it fails."""
+
+    def __init__(self, owner: Any, name: str, end: Callable[[], None]) -> None:
+        super().__init__(owner, name)
+        self._end = end
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return self._method(*arguments, **options)
+        finally:
+            if self.is_in_use:
+                self._end()
+
+
+class _AroundHook(_Hook):
+    """Tells before and after each call, after it even if it fails."""
+
+    def __init__(self, owner: Any, name: str, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        super().__init__(owner, name)
+        self._begin, self._end = begin, end
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if not self.is_in_use:
@@ -62,24 +95,21 @@ class _Hook:
         finally:
             self._end()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.owner, self.name)
-
 
 class _LookHook(_Hook):
-    """Shows what `convert_input` is given."""
+    """Shows what `convert_input` is given of the batches of training steps."""
 
-    def __init__(self, owner: Any, name: str, look: Callable[[Any], None], trainer: Trainer) -> None:
-        super().__init__(owner, name, _nothing, _nothing)
-        self._look, self._trainer = look, trainer
+    def __init__(self, owner: Any, name: str, look: Callable[[Any], None], steps: StepTimer) -> None:
+        super().__init__(owner, name)
+        self._look, self._steps = look, steps
 
     def __call__(self, data: Any) -> Any:
-        if self.is_in_use and self._trainer.training and data is not REPEATED:
+        if self.is_in_use and self._steps.has_batch and data is not REPEATED:
             self._look(data)
         return self._method(data)
 
 
-class _CopyHook(_Hook):
+class _CopyHook(_AroundHook):
     """Of what is asked, for each batch, before the hook that moves it to the device and before the one after that."""
 
     def __call__(self, hook_name: str) -> Any:
@@ -103,20 +133,15 @@ class TrainerWatch:
         """
         self._hooks: list[_Hook] = []
         loop, steps = trainer.fit_loop.epoch_loop, observer.steps
-        self._watch(loop, "_on_before_fetch", end=observer.begin_wait)
-        self._watch(loop, "_on_after_fetch", begin=observer.end_wait)
+        self._install(_AfterHook(loop, "_on_before_fetch", observer.begin_wait))
+        self._install(_BeforeHook(loop, "_on_after_fetch", observer.end_wait))
         for optimization in (loop.automatic_optimization, loop.manual_optimization):
-            self._watch(optimization, "run", steps.begin_compute, steps.end_compute)
+            self._install(_AroundHook(optimization, "run", steps.begin_compute, steps.end_compute))
         selector = trainer._data_connector._datahook_selector
         self._install(_CopyHook(selector, "get_instance", steps.begin_copy, steps.end_copy))
-        self._install(_LookHook(trainer.precision_plugin, "convert_input", observer.look_at, trainer))
+        self._install(_LookHook(trainer.precision_plugin, "convert_input", observer.look_at, steps))
         if trainer.world_size > 1:
-            self._watch(loop, "_broadcast_sigterm_tensor", steps.begin_sync, steps.end_sync)
-
-    def _watch(
-        self, owner: Any, name: str, begin: Callable[[], None] = _nothing, end: Callable[[], None] = _nothing
-    ) -> None:
-        self._install(_Hook(owner, name, begin, end))
+            self._install(_AroundHook(loop, "_broadcast_sigterm_tensor", steps.begin_sync, steps.end_sync))
 
     def _install(self, hook: _Hook) -> None:
         """Put it in the instance's own attributes."""

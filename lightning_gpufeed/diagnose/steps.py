@@ -82,14 +82,18 @@ class StepTimer:
         self._marks = DeviceMarks(device)
         self._has_ranks = num_ranks > 1
         self._is_cuda = self._marks.is_cuda
+        # What happened, when, and more about it: one list for ever, so that to note something is one call.
+        self._notes: list[tuple[Callable[..., None], float, Any]] = []
+        self._note = self._take_in if self._is_cuda else self._notes.append
         self.reset()
 
     def reset(self) -> None:
         """Begin a new epoch."""
-        self._notes: list[tuple[Callable[..., None], float, Any]] = []
+        self._notes.clear()
         self.is_computing = False
         """Whether forward, backward and update have begun and are not over."""
-        self._has_batch = False
+        self.has_batch = False
+        """Whether a batch for a step has come, and the step has not begun to compute."""
         self._step: _Step | None = None
         self._wait_begin: float | None = None
         self._wait_cpu = 0.0
@@ -123,11 +127,11 @@ class StepTimer:
 
     def begin_sync(self) -> None:
         """Lightning asks the other ranks whether to stop."""
-        self._note(self._begin_sync)
+        self._note((self._begin_sync, time.perf_counter(), None))
 
     def end_sync(self) -> None:
         """They have answered."""
-        self._note(self._end_sync)
+        self._note((self._end_sync, time.perf_counter(), None))
 
     def begin_wait(self, *, is_ready: bool | None = None) -> None:
         """The loader is asked for a batch.
@@ -135,7 +139,7 @@ class StepTimer:
         Args:
             is_ready: Whether it has one ready; None if it does not say.
         """
-        self._note(self._begin_wait, (is_ready, time.thread_time()))
+        self._note((self._begin_wait, time.perf_counter(), (is_ready, time.thread_time())))
 
     def end_wait(self, *, is_start: bool = False) -> None:
         """The batch is there.
@@ -143,52 +147,51 @@ class StepTimer:
         Args:
             is_start: Whether it was the wait for an epoch to get under way, which counts for no step.
         """
-        self._has_batch = True
-        self._note(self._end_wait, (is_start, time.thread_time()))
+        self.has_batch = True
+        self._note((self._end_wait, time.perf_counter(), (is_start, time.thread_time())))
 
     def begin_copy(self) -> None:
         """The batch is about to be moved to the device."""
-        if self._has_batch:
-            self._note(self._begin_copy)
+        if self.has_batch:
+            self._note((self._begin_copy, time.perf_counter(), None))
 
     def end_copy(self) -> None:
         """The move was asked for; on the CPU it is done."""
-        if self._has_batch:
-            self._note(self._end_copy)
+        if self.has_batch:
+            self._note((self._end_copy, time.perf_counter(), None))
 
     def begin_compute(self) -> None:
         """Forward, backward and update begin."""
-        self.is_computing, self._has_batch = True, False
-        self._note(self._begin_compute, time.thread_time() if self._has_ranks else 0.0)
+        self.is_computing, self.has_batch = True, False
+        self._note((self._begin_compute, time.perf_counter(), time.thread_time() if self._has_ranks else 0.0))
 
     def end_compute(self) -> None:
         """All work of the step was given to the device; on the CPU it is done."""
         self.is_computing = False
-        self._note(self._end_compute, time.thread_time() if self._has_ranks else 0.0)
+        self._note((self._end_compute, time.perf_counter(), time.thread_time() if self._has_ranks else 0.0))
 
     def end_step(self) -> None:
         """Callbacks have run; what follows until the next request for a batch still belongs to this step's hooks."""
         self.is_computing = False
-        self._note(self._end_step)
+        self._note((self._end_step, time.perf_counter(), None))
         if len(self._notes) >= _MOST_NOTES:
             self._add_up()
 
     def pause(self) -> None:
         """Something else begins: validation, the end of an epoch. It counts as no part of any step."""
-        self.is_computing = self._has_batch = False
-        self._note(self._pause)
+        self.is_computing = self.has_batch = False
+        self._note((self._pause, time.perf_counter(), None))
 
     # What is made of it ----------------------------------------------------------------------------------
 
-    def _note(self, what: Callable[..., None], more: Any = None) -> None:
-        self._notes.append((what, time.perf_counter(), more))
-        if self._is_cuda:
-            self._add_up()
+    def _take_in(self, note: tuple[Callable[..., None], float, Any]) -> None:
+        what, now, more = note
+        what(now, more)
 
     def _add_up(self) -> None:
-        notes, self._notes = self._notes, []
-        for what, now, more in notes:
+        for what, now, more in self._notes:
             what(now, more)
+        self._notes.clear()
 
     def _begin_sync(self, now: float, _: None) -> None:
         self._sync_begin = now
