@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from lightning_gpufeed.errors import FeedError
@@ -16,6 +18,9 @@ from lightning_gpufeed.hdf5.access import FileStamp
 from lightning_gpufeed.hdf5.remote.remote_file import RemoteStamp
 
 __all__ = ["ByteFile", "LocalFile", "refuse_changed", "shorter_text"]
+
+_MOST_PARTS = 1024
+"""Buffers that the kernel fills in one call."""
 
 
 class ByteFile(Protocol):
@@ -74,15 +79,47 @@ class LocalFile:
         """
         done = 0
         while done < len(out):
-            try:
-                count = os.preadv(self._descriptor, [out[done:]], offset + done)
-            except OSError as error:
-                raise FeedError(
-                    f"{self._path} cannot be read: {error}. Look after the disk or its connection."
-                ) from error
-            if not count:
-                raise FeedError(shorter_text(self._path, offset + len(out), os.fstat(self._descriptor).st_size))
-            done += count
+            done += self._read([out[done:]], offset + done, offset + len(out))
+
+    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """Fill several buffers with what lies one after the other in the file: one call of the kernel for 1024 of them.
+
+        Args:
+            offset: Bytes from the start of the file.
+            parts: Writable, contiguous, of bytes.
+
+        Raises:
+            FeedError: The file ends before they are full, or cannot be read.
+        """
+        end = offset + sum(map(len, parts))
+        for first in range(0, len(parts), _MOST_PARTS):
+            some = parts[first : first + _MOST_PARTS]
+            count = self._read(some, offset, end)
+            for part in some:
+                if count < len(part):  # the kernel gave less than was asked for
+                    self.read_into(offset + count, part[count:])
+                count = max(0, count - len(part))
+                offset += len(part)
+
+    def will_read(self, offset: int, num_bytes: int) -> None:
+        """Have the kernel begin to fetch what is soon read.
+
+        Args:
+            offset: Bytes from the start of the file.
+            num_bytes: How many.
+        """
+        with suppress(OSError):  # a file system that does not know advice reads as well without
+            os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, parts: Sequence[memoryview], offset: int, end: int) -> int:
+        """One call of the kernel: how many bytes it gave, at least one."""
+        try:
+            count = os.preadv(self._descriptor, parts, offset)
+        except OSError as error:
+            raise FeedError(f"{self._path} cannot be read: {error}. Look after the disk or its connection.") from error
+        if not count:
+            raise FeedError(shorter_text(self._path, end, os.fstat(self._descriptor).st_size))
+        return count
 
     def check_unchanged(self) -> None:
         """Nothing to do: what is open stays what it is."""

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,7 @@ class ChunkReader:
             self._most_slots = max(1, int(self._first_block[-1]))
         self._num_threads = num_threads or num_threads_for(layouts)
         self._pool: ThreadPoolExecutor | None = None
-        self._arena = torch.empty((0, self._slot_bytes), dtype=torch.uint8, device="cpu")
+        self._arena = _room(0, self._slot_bytes)
         self._free: list[int] = []
         self._slot_of: dict[int, int] = {}
         self._loading: dict[int, Future[None]] = {}
@@ -143,7 +144,7 @@ class ChunkReader:
         self._drop_all()
         num_bytes = num_slots * self._sample_bytes
         if self._arena.numel() < num_bytes:
-            self._arena = torch.empty((-(-num_bytes // self._slot_bytes), self._slot_bytes), dtype=torch.uint8)
+            self._arena = _room(-(-num_bytes // self._slot_bytes), self._slot_bytes)
         self._free = []
         self._rolling = RollingBuffer(
             plan,
@@ -151,6 +152,8 @@ class ChunkReader:
             num_samples=int(self._numbers.first_sample[-1]),
             first_sample_of=self._numbers.first_sample_of,
             load=self._load,
+            load_rows=self._load_rows,
+            will_load=self._will_load,
             block_bytes=self._slot_bytes,
             pool=self._threads(),
             most_ahead=2 * self._num_threads,
@@ -240,7 +243,7 @@ class ChunkReader:
         if wanted <= have:
             return
         self._wait_for_all()
-        arena = torch.empty((wanted, self._slot_bytes), dtype=torch.uint8, device="cpu")
+        arena = _room(wanted, self._slot_bytes)
         arena[:have] = self._arena
         self._arena = arena
         self._free.extend(range(have, wanted))
@@ -267,8 +270,22 @@ class ChunkReader:
 
     def _load(self, block: int, out: npt.NDArray[np.uint8]) -> None:
         """Read and decode a block, counted through all files."""
+        loader, number = self._loader_of(block)
+        loader.load(number, out)
+
+    def _load_rows(self, block: int, parts: list[memoryview]) -> bool:
+        loader, number = self._loader_of(block)
+        return loader.load_rows(number, parts)
+
+    def _will_load(self, block: int) -> None:
+        loader, number = self._loader_of(block)
+        with suppress(FeedError, OSError):  # what is wrong with a file is said when it is read
+            loader.will_load(number)
+
+    def _loader_of(self, block: int) -> tuple[BlockLoader, int]:
+        """Who loads a block that is counted through all files, and its number there."""
         number = int(np.searchsorted(self._first_block, block, side="right")) - 1
-        self._loaders[number].load(block - int(self._first_block[number]), out)
+        return self._loaders[number], block - int(self._first_block[number])
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -360,6 +377,11 @@ class ChunkReader:
             self._arena = self._arena[:0].clone()
             for loader in self._loaders:
                 loader.close()
+
+
+def _room(num_slots: int, slot_bytes: int) -> torch.Tensor:
+    """Memory on the host. NumPy asks for large pages: of small ones each costs a fault when it is first written to."""
+    return torch.from_numpy(np.empty((num_slots, slot_bytes), dtype=np.uint8))
 
 
 def _open_bytes(layout: H5DatasetLayout) -> ByteFile:

@@ -27,6 +27,9 @@ __all__ = ["RollingBuffer"]
 Indices = npt.NDArray[np.int64]
 Load = Callable[[int, npt.NDArray[np.uint8]], None]
 
+_ANNOUNCED_BYTES = 32 << 20
+"""The kernel is told this far ahead what is going to be read."""
+
 
 class RollingBuffer:
     """The samples in play of one epoch. Used by one thread at a time.
@@ -43,6 +46,8 @@ class RollingBuffer:
         num_samples: int,
         first_sample_of: Callable[[int], int],
         load: Load,
+        load_rows: Callable[[int, list[memoryview]], bool],
+        will_load: Callable[[int], None],
         block_bytes: int,
         pool: ThreadPoolExecutor,
         most_ahead: int,
@@ -55,6 +60,8 @@ class RollingBuffer:
             num_samples: Samples there are, used or not.
             first_sample_of: Block -> number of its first sample.
             load: Reads and decodes a block into uint8 memory of `block_bytes`.
+            load_rows: Reads the first rows of a block to where they belong; False, and nothing read, if it cannot.
+            will_load: Told of blocks that are loaded soon.
             block_bytes: Bytes of the largest block.
             pool: Threads to do that.
             most_ahead: Blocks in the making at the same time.
@@ -62,7 +69,9 @@ class RollingBuffer:
         self._plan = plan
         self._arena = arena
         self._first_sample_of = first_sample_of
-        self._load = load
+        self._memory = memoryview(arena.view(-1).numpy())
+        self._load, self._load_rows, self._will_load = load, load_rows, will_load
+        self._num_announced, self._most_announced = 0, max(2, _ANNOUNCED_BYTES // max(1, block_bytes))
         self._block_bytes = block_bytes
         self._pool = pool
         self._most_ahead = most_ahead
@@ -140,21 +149,36 @@ class RollingBuffer:
         assert self._num_free >= 0, "the arena is smaller than the plan"
         slots = self._free[self._num_free : self._num_free + len(members)].copy()
         self._slot_of[members] = slots
-        self._making.append(self._pool.submit(self._make, block, members - self._first_sample_of(block), slots))
+        start = max(self._num_announced, self._next_block + 1)
+        self._num_announced = self._next_block + 1 + self._most_announced
+        soon = self._plan.blocks[start : self._num_announced].tolist()
+        self._making.append(self._pool.submit(self._make, block, members - self._first_sample_of(block), slots, soon))
         self._next_block += 1
         self.num_block_reads += 1
 
-    def _make(self, block: int, rows: Indices, slots: Indices) -> None:
-        """Decode a block into memory of this thread, then put its rows into their slots."""
+    def _make(self, block: int, rows: Indices, slots: Indices, soon: list[int]) -> None:
+        """Read a block's rows into their slots; what has to be decoded comes to memory of this thread first."""
+        for other in soon:
+            self._will_load(other)
+        is_whole = len(rows) == rows[-1] + 1
+        if is_whole and self._load_rows(block, self._parts(slots)):
+            return
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None:
             memory = self._own.memory = torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu")
         self._load(block, memory.numpy())
         sample_bytes = self._arena.shape[1]
         values = memory[: len(memory) // sample_bytes * sample_bytes].view(-1, sample_bytes)
-        is_whole = len(rows) == rows[-1] + 1
         values = values[: len(rows)] if is_whole else values.index_select(0, torch.from_numpy(rows))
         self._arena.index_copy_(0, torch.from_numpy(slots), values)
+
+    def _parts(self, slots: Indices) -> list[memoryview]:
+        """The memory of slots, in one piece where they follow each other."""
+        sample_bytes = self._arena.shape[1]
+        edges = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
+        firsts = (slots[[0, *edges]] * sample_bytes).tolist()
+        sizes = np.diff([0, *edges, len(slots)]) * sample_bytes
+        return [self._memory[first : first + size] for first, size in zip(firsts, sizes.tolist(), strict=True)]
 
     def _read_ahead(self) -> None:
         """Begin more blocks while there is room for them, a few for each thread at a time."""

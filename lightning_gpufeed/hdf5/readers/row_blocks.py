@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from lightning_gpufeed.errors import FeedError
 from lightning_gpufeed.hdf5.chunk_index import chunk_grid
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout, Storage
-from lightning_gpufeed.hdf5.readers.byte_file import ByteFile
+from lightning_gpufeed.hdf5.readers.byte_file import ByteFile, LocalFile
 from lightning_gpufeed.hdf5.readers.decode import ChunkDecoder
 
 __all__ = ["BlockLoader", "BlockNumbers", "block_rows"]
@@ -126,6 +127,7 @@ class BlockLoader:
         self._rows = block_rows(layout)
         self.num_blocks = -(-layout.num_samples // self._rows)
         self._decoder: ChunkDecoder | None = None
+        self._has_whole_samples = True
         if layout.chunk_shape is not None:
             self._grid = chunk_grid(layout.sample_shape, layout.chunk_shape[1:])
             self._has_whole_samples = not layout.has_split_samples
@@ -144,18 +146,71 @@ class BlockLoader:
         """
         layout = self._layout
         first = block * self._rows
-        try:
+        with self._named(block):
             if layout.chunk_shape is None:
                 self._load_part(first, min(self._rows, layout.num_samples - first), out)
             elif self._has_whole_samples:
                 self._load_chunk(block, out[: layout.chunk_bytes])
             else:
                 self._load_row(block, out)
+
+    def load_rows(self, block: int, parts: Sequence[memoryview]) -> bool:
+        """Read the first rows of a block to where they are wanted, if they lie in a local file as they are.
+
+        Args:
+            block: Its number.
+            parts: Bytes, writable: for one row or several after each other, from the first row on.
+
+        Returns:
+            Whether that was done; if not, nothing was read.
+
+        Raises:
+            FeedError: They cannot be read.
+        """
+        if self._decoder is not None or not self._has_whole_samples:
+            return False
+        offset, _ = self._place(block)
+        if offset < 0:
+            return False
+        with self._named(block):
+            file = self._opened()
+            if not isinstance(file, LocalFile):
+                return False
+            file.read_parts(offset, parts)
+        return True
+
+    def will_load(self, block: int) -> None:
+        """Say that a block is soon loaded, so that the kernel begins to fetch it.
+
+        Args:
+            block: Its number.
+        """
+        if self._has_whole_samples:
+            file, (offset, num_bytes) = self._opened(), self._place(block)
+            if isinstance(file, LocalFile) and offset >= 0:
+                file.will_read(offset, num_bytes)
+
+    def _place(self, block: int) -> tuple[int, int]:
+        """Where a block of whole samples is stored, and in how many bytes; below zero where nothing was written."""
+        start = int(self._index.offsets[block if self._layout.chunk_shape is not None else 0])
+        if self._layout.chunk_shape is not None:
+            return start, int(self._index.stored_bytes[block])
+        first = block * self._rows
+        num_rows = min(self._rows, self._layout.num_samples - first)
+        sample_bytes = self._layout.sample_bytes
+        return (start + first * sample_bytes if start >= 0 else start), num_rows * sample_bytes
+
+    @contextmanager
+    def _named(self, block: int) -> Iterator[None]:
+        """Say which samples cannot be read, if they cannot."""
+        try:
+            yield
         except FeedError as error:
             self._opened().check_unchanged()
-            last = min(first + self._rows, layout.num_samples) - 1
+            first = block * self._rows
+            last = min(first + self._rows, self._layout.num_samples) - 1
             raise FeedError(
-                f"{layout.path}: dataset {layout.key!r}, samples {first} to {last} cannot be read: {error}"
+                f"{self._layout.path}: dataset {self._layout.key!r}, samples {first} to {last} cannot be read: {error}"
             ) from error
 
     def _load_part(self, first: int, num_rows: int, out: Bytes) -> None:

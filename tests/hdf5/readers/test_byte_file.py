@@ -52,6 +52,40 @@ def test_a_system_that_gives_fewer_bytes_than_asked_for_is_asked_again(path, mon
     assert asked == [(100, 20), (107, 13), (114, 6)]
 
 
+@pytest.mark.parametrize("most_bytes", [5000, 700, 1])
+def test_several_buffers_are_filled_in_turn_however_much_the_system_gives(path, monkeypatch, most_bytes):
+    preadv = os.preadv
+
+    def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        some, left = [], most_bytes
+        for buffer in buffers:
+            some.append(buffer[:left])
+            left -= len(some[-1])
+        return preadv(descriptor, [part for part in some if len(part)], offset)
+
+    sizes = [1] * 1500 + [1000, 7, 0, 300]  # more than the kernel takes at a time
+    outs = [bytearray(size) for size in sizes]
+    with closing(LocalFile(FileStamp.of(path))) as file:
+        monkeypatch.setattr(os, "preadv", few)
+        file.read_parts(11, [memoryview(out) for out in outs])
+    assert b"".join(outs) == CONTENT[11 : 11 + sum(sizes)]
+
+
+def test_a_file_that_ends_before_several_buffers_are_full_is_an_error(path):
+    outs = [bytearray(600), bytearray(600)]
+    with closing(LocalFile(FileStamp.of(path))) as file:
+        os.truncate(path, 1000)
+        with pytest.raises(FeedError, match=r"became shorter while it was read: 1[0-9]+ bytes at the start, 1000 now"):
+            file.read_parts(0, [memoryview(out) for out in outs])
+
+
+def test_what_will_be_read_may_be_anywhere(path):
+    with closing(LocalFile(FileStamp.of(path))) as file:
+        for offset, num_bytes in [(0, 5000), (4000, 1 << 40), (1 << 50, 1)]:
+            file.will_read(offset, num_bytes)
+        assert read(file, 0, 5000) == CONTENT
+
+
 def test_a_file_that_ends_too_early_is_an_error_with_both_sizes(path):
     with closing(LocalFile(FileStamp.of(path))) as file:
         os.truncate(path, 1000)

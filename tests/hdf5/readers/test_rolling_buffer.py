@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -41,11 +41,21 @@ def load(block: int, out: np.ndarray) -> None:
     out[:] = VALUES[block * ROWS : (block + 1) * ROWS].reshape(-1)
 
 
+def load_rows(block: int, parts: list[memoryview]) -> bool:
+    """What lies in the file as it is goes to its places at once."""
+    rest = VALUES[block * ROWS :].tobytes()
+    for part in parts:
+        part[:], rest = rest[: len(part)], rest[len(part) :]
+    return True
+
+
 def buffer_for(
     order: np.ndarray,
     pool: ThreadPoolExecutor,
     *,
     load: Load = load,
+    load_rows: Callable[[int, list[memoryview]], bool] = lambda block, parts: False,
+    will_load: Callable[[int], None] = lambda block: None,
     batch_size: int = 1,
     more_slots: int = 0,
     most_ahead: int = 4,
@@ -58,6 +68,8 @@ def buffer_for(
         num_samples=NUM_SAMPLES,
         first_sample_of=lambda block: block * ROWS,
         load=load,
+        load_rows=load_rows,
+        will_load=will_load,
         block_bytes=ROWS * BYTES,
         pool=pool,
         most_ahead=most_ahead,
@@ -78,9 +90,10 @@ def read(buffer: RollingBuffer, indices: np.ndarray) -> np.ndarray:
     st.integers(1, 40),
     st.integers(0, 30),
     st.integers(1, 5),
+    st.booleans(),
 )
 def test_any_order_is_given_out_right_in_as_few_slots_as_planned(
-    pool, order, planned, batch_size, more_slots, most_ahead
+    pool, order, planned, batch_size, more_slots, most_ahead, can_load_rows
 ):
     order = np.array(order)
     loaded: list[int] = []
@@ -89,7 +102,21 @@ def test_any_order_is_given_out_right_in_as_few_slots_as_planned(
         loaded.append(block)
         load(block, out)
 
-    buffer = buffer_for(order, pool, load=noted, batch_size=planned, more_slots=more_slots, most_ahead=most_ahead)
+    def rows_noted(block: int, parts: list[memoryview]) -> bool:
+        if can_load_rows:
+            loaded.append(block)
+            load_rows(block, parts)
+        return can_load_rows
+
+    buffer = buffer_for(
+        order,
+        pool,
+        load=noted,
+        load_rows=rows_noted,
+        batch_size=planned,
+        more_slots=more_slots,
+        most_ahead=most_ahead,
+    )
     # Batches may be larger than planned: they are then put together from parts.
     for first in range(0, len(order), batch_size):
         part = order[first : first + batch_size]
@@ -103,6 +130,40 @@ def test_any_order_is_given_out_right_in_as_few_slots_as_planned(
 def test_some_rows_of_a_block_are_the_right_ones(pool, rows):
     order = np.array(rows)[::-1] + 3 * ROWS
     assert (read(buffer_for(order, pool), order) == VALUES[order]).all()
+
+
+def test_rows_that_lie_as_they_are_come_to_their_slots_in_as_few_pieces_as_there_are(pool):
+    asked: list[tuple[int, list[int]]] = []
+
+    def noted(block: int, parts: list[memoryview]) -> bool:
+        asked.append((block, [len(part) for part in parts]))
+        return load_rows(block, parts)
+
+    order = np.array([0, 5, 1, 6, 2, 7, 3, 8, 4, 9, *range(10, 15)])
+    buffer = buffer_for(order, pool, load_rows=noted, more_slots=ROWS, most_ahead=1)
+    for first in range(0, len(order), 3):
+        part = order[first : first + 3]
+        assert (read(buffer, part) == VALUES[part]).all()
+    # Fresh slots follow each other; those that were used are free in the order of their use.
+    assert asked[:2] == [(0, [ROWS * BYTES]), (1, [ROWS * BYTES])]
+    assert sum(asked[2][1]) == ROWS * BYTES
+    assert len(asked[2][1]) > 1
+
+
+def test_blocks_are_announced_once_and_before_they_are_read(pool):
+    log: list[str] = []
+
+    def noted(block: int, out: np.ndarray) -> None:
+        log.append(f"load {block}")
+        load(block, out)
+
+    order = np.random.default_rng(0).permutation(NUM_SAMPLES)
+    buffer = buffer_for(order, pool, load=noted, will_load=lambda block: log.append(f"announce {block}"), most_ahead=1)
+    for first in range(0, len(order), 10):
+        read(buffer, order[first : first + 10])
+    first_block, *others = buffer._plan.blocks.tolist()
+    assert sorted(line for line in log if "announce" in line) == sorted(f"announce {block}" for block in others)
+    assert log.index(f"announce {others[-1]}") < log.index(f"load {first_block}")  # they are few and small
 
 
 def test_no_more_blocks_are_in_the_making_than_allowed(pool):

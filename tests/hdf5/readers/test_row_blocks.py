@@ -201,6 +201,43 @@ def test_the_file_is_opened_at_the_first_read_and_once_for_all_threads(layout_of
     loader.close()
 
 
+@pytest.mark.parametrize(
+    "create", [{"chunks": (4, 6)}, {"chunks": None}, {"chunks": (4, 6), "fletcher32": True}], ids=str
+)
+def test_rows_that_lie_as_they_are_are_read_to_where_they_are_wanted(layout_of, create):
+    layout = layout_of(data=numbers(10, 6), **create)
+    expected, rows = values_of(layout), block_rows(layout)
+    with closing(BlockLoader(layout, open_local)) as loader:
+        for block in range(loader.num_blocks):
+            loader.will_load(block)
+            samples = expected[block * rows : (block + 1) * rows]
+            outs = [np.full(samples[0].nbytes * n, GARBAGE, np.uint8) for n in (1, len(samples) - 1)]
+            is_read = loader.load_rows(block, [memoryview(out) for out in outs])
+            assert is_read == ("fletcher32" not in create)
+            whole = b"".join(out.tobytes() for out in outs)
+            assert whole == (samples.tobytes() if is_read else bytes([GARBAGE]) * samples.nbytes)
+
+
+def test_rows_that_are_in_several_chunks_or_nowhere_are_left_to_be_put_together(layout_of):
+    for layout in [
+        layout_of(data=numbers(6, 8), chunks=(3, 4)),
+        layout_of(shape=(6, 8), dtype="u4", chunks=(3, 8), fillvalue=7),
+        layout_of(shape=(6, 8), dtype="u4", fillvalue=7),
+    ]:
+        with closing(BlockLoader(layout, open_local)) as loader:
+            loader.will_load(0)
+            assert not loader.load_rows(0, [memoryview(bytearray(layout.sample_bytes))])
+
+
+def test_rows_that_cannot_be_read_are_named(layout_of):
+    layout = layout_of(data=numbers(6, 8), chunks=(3, 8))
+    with closing(BlockLoader(layout, open_local)) as loader:
+        assert loader.load_rows(0, [memoryview(bytearray(layout.sample_bytes))])
+        os.truncate(layout.path, int(layout.block_offsets[1]) + 5)
+        with pytest.raises(FeedError, match=r"dataset 'x', samples 3 to 5 cannot be read: .* became shorter"):
+            loader.load_rows(1, [memoryview(bytearray(layout.sample_bytes))])
+
+
 class MeetingFile(LocalFile):
     """A file whose readers wait until there are two of them, the bytes being there."""
 
