@@ -72,7 +72,7 @@ hypothesis.settings.load_profile("gpufeed")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a CUDA device where there is none."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("no CUDA")
 
 
 def pytest_configure(config: pytest.Config) -> None:

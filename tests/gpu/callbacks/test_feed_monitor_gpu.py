@@ -19,7 +19,7 @@ from tests.datamodules.models import make_trainer, same_bits, state_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 DEVICE = torch.device("cuda")

@@ -9,7 +9,7 @@ from lightning_gpufeed.device.byte_lookup import ByteTable
 from lightning_gpufeed.device.copy_ahead import CopyAhead
 from lightning_gpufeed.device.images import ImagePreparation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 
 
 def keep_busy() -> None:

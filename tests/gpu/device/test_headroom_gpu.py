@@ -15,7 +15,7 @@ from lightning_gpufeed.device.headroom import can_allocate, describe_memory, fre
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 DEVICE = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from lightning_gpufeed.device.host_copy import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 DEVICE = torch.device("cuda", 0)

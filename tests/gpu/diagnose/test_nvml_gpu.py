@@ -18,7 +18,7 @@ pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from lightning_gpufeed.diagnose.steps import StepTimer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 DEVICE = torch.device("cuda")

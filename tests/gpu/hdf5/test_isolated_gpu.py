@@ -20,7 +20,7 @@ from lightning_gpufeed.hdf5.source import H5Source
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 NUM_SAMPLES, BATCH_SIZE = 2048, 256

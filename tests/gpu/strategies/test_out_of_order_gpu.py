@@ -17,7 +17,7 @@ from tests.datamodules.models import make_trainer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
 
 NUM_STEPS = 12
