@@ -291,7 +291,9 @@ class OurArm(Arm):
     def __init__(self, task: Task, is_clipped: bool, ranks: Ranks, options: PlanOptions) -> None:
         super().__init__(task, is_clipped)
         self.messages: list[str] = []
-        self.sync = GradientSync(self.model, ranks, options, on_message=self.messages.append)
+        self.sync = GradientSync(
+            self.model, ranks, options, on_message=lambda text, figures=None: self.messages.append(text)
+        )
         self.sync.can_cross = not is_clipped
 
     def step(self) -> None:

@@ -23,9 +23,17 @@ MAX_LINES = 400
 # Test files about the whole rather than about one module.
 ABOUT_THE_WHOLE = {
     "test_bugs.py",
+    "test_composition.py",
+    "test_composition_users.py",
     "test_conftest.py",
+    "test_documentation.py",
     "test_equivalence.py",
     "test_examples.py",
+    "test_gpu_check.py",
+    "test_launchers.py",
+    "test_lightning_cli.py",
+    "test_loggers.py",
+    "test_precisions.py",
     "test_private_api.py",
     "test_public_api.py",
     "test_structure.py",
@@ -36,6 +44,7 @@ ABOUT_A_PART = {
     "datamodules/test_cli_yaml.py",
     "datamodules/test_distributed.py",
     "gpu/test_feed_gpu.py",
+    "gpu/test_precisions_gpu.py",
     "hdf5/test_corpus.py",
     "hdf5/test_wild.py",
 }

@@ -38,7 +38,7 @@ class Announcer:
         if event.rank < 0 and trainer.global_rank > 0:  # this rank alone knows of it
             log.info(f"[rank {trainer.global_rank}] {event}")
         rank_zero_info(str(event))
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(event.to_metrics(), step=trainer.global_step)
 
     def note(self, text: str) -> None:

@@ -51,6 +51,20 @@ class PipelinePlan:
             return text
         return f"{text}; predicted {1e3 * self.step_seconds:.4g} ms a step, bubble ratio {self.bubble_ratio:.0%}"
 
+    def to_metrics(self) -> dict[str, float]:
+        """Figures for a logger.
+
+        Returns:
+            Name -> value under `gpufeed/pipeline/`; what was not predicted is left out.
+        """
+        values: dict[str, float | None] = {
+            "num_stages": self.schedule.num_stages,
+            "num_microbatches": self.schedule.num_microbatches,
+            "predicted_step_seconds": self.step_seconds,
+            "predicted_bubble_ratio": self.bubble_ratio,
+        }
+        return {f"gpufeed/pipeline/{name}": float(value) for name, value in values.items() if value is not None}
+
 
 @dataclass(frozen=True)
 class PipelineOptions:

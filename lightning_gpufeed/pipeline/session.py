@@ -64,7 +64,7 @@ class PipelineSession:
         pipeline_module: str | None = None,
         is_training: bool = True,
         broadcast_buffers: bool = True,
-        on_message: Callable[[str], None] = lambda _: None,
+        on_message: Callable[..., None] = lambda message, figures=None: None,
     ) -> None:
         """Take the layers' place. All ranks have rank 0's weights afterwards, and draw the same random numbers.
 
@@ -76,7 +76,7 @@ class PipelineSession:
             pipeline_module: Name of the `nn.Sequential`, or of a method of the model that returns the layers.
             is_training: False if there will be no backward.
             broadcast_buffers: Whether buffers are those of the first replica in each step.
-            on_message: Told what was decided.
+            on_message: Told what was decided and measured: a line, and for what was measured its figures.
 
         Raises:
             ScheduleError: The model cannot be cut.
@@ -287,7 +287,11 @@ class PipelineSession:
             self.measured_bubble_ratio = 1.0 - busy / (whole * len(every))
             self._say(
                 f"pipeline: measured {1e3 * self.measured_step_seconds:.4g} ms a step, bubble ratio "
-                f"{self.measured_bubble_ratio:.0%}."
+                f"{self.measured_bubble_ratio:.0%}.",
+                {
+                    "gpufeed/pipeline/step_seconds": self.measured_step_seconds,
+                    "gpufeed/pipeline/bubble_ratio": self.measured_bubble_ratio,
+                },
             )
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -6,11 +6,13 @@ from lightning_gpufeed.strategies.out_of_order import OutOfOrderStrategy
 
 __all__ = ["OutOfOrderStrategy"]
 
-for _name, _find_unused in (("out_of_order", False), ("out_of_order_find_unused_parameters_true", True)):
-    StrategyRegistry.register(
-        _name,
-        OutOfOrderStrategy,
-        description="Data parallel with out-of-order gradient sync",
-        override=True,  # the module may be imported anew
-        find_unused_parameters=_find_unused,
-    )
+for _launched, _start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+    for _unused, _find_unused in (("", False), ("_find_unused_parameters_true", True)):
+        StrategyRegistry.register(
+            f"out_of_order{_launched}{_unused}",
+            OutOfOrderStrategy,
+            description="Data parallel with out-of-order gradient sync",
+            override=True,  # the module may be imported anew
+            find_unused_parameters=_find_unused,
+            start_method=_start_method,
+        )

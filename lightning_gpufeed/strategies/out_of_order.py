@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_gpufeed.pipeline.plan import PipelineOptions
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.strategies.arguments import check_others, check_verify_every, pipeline_options
+from lightning_gpufeed.strategies.figures import log_figures
 from lightning_gpufeed.strategies.gate import raw, why_not_overlap
 from lightning_gpufeed.strategies.verify import StepVerifier
 from lightning_gpufeed.sync.candidates import PlanOptions
@@ -39,6 +40,19 @@ class OutOfOrderStrategy(DDPStrategy):
     send, and a parameter is updated when the next forward comes to it, while the others are still on their way. Which
     weight gradients wait and what is sent when is found out in the first 20 to 50 steps, from measured times; where no
     order is measured to be faster than the usual one, the usual one stays.
+
+    ==================================  =============================================================================
+    Hook                                what it does
+    ==================================  =============================================================================
+    setup, configure_ddp                ranks start equal; no wrapper around the module, whose layers are watched
+    training_step, validation_step      begin from rank 0's buffers
+    backward                            gradients go on the wire, in the planned order, as they are computed
+    optimizer_step                      each parameter's update is left for the next forward, if that is exact
+    block_backward_sync                 nothing is sent while gradients are accumulated
+    on_train_end, on_exception          nothing is left on its way
+    lightning_module_state_dict         waits for all updates; `optimizer_state` too
+    teardown                            takes everything back
+    ==================================  =============================================================================
 
     What stays bitwise equal to `DDPStrategy` with two ranks: parameters, gradients, buffers, optimizer and scheduler
     state, logged values, checkpoints, whoever reads them: a parameter with a gradient or an update on its way waits for
@@ -92,7 +106,7 @@ class OutOfOrderStrategy(DDPStrategy):
             cross_iteration: Whether parameters are updated in the next forward, rather than when all gradients have
                 arrived. "auto": if that is measured to be faster; with a given `reverse_first_k`, always.
             bucket_bytes: Least size of a message, but for the last ones. "auto": the best that is found.
-            memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank; in a pipeline, most
+            memory_cap_bytes: Most that weight gradients that wait may keep alive on each rank. In a pipeline, most
                 that activations may take in a schedule that is found by measuring. None for no limit.
             verify_every: Every so many optimizer steps a step is computed a second time the plain way and compared bit
                 by bit; the first tensor that differs ends the training with its name. 0: never. Such a step takes more
@@ -100,23 +114,24 @@ class OutOfOrderStrategy(DDPStrategy):
             find_unused_parameters: Whether a parameter may get no gradient in a step. One that gets none on any rank is
                 not updated.
             broadcast_buffers: Whether each forward starts from rank 0's buffers.
-            accelerator: As in `DDPStrategy`.
-            parallel_devices: As in `DDPStrategy`.
-            cluster_environment: As in `DDPStrategy`.
-            checkpoint_io: As in `DDPStrategy`.
-            precision_plugin: As in `DDPStrategy`.
-            process_group_backend: As in `DDPStrategy`.
-            timeout: How long a rank waits for the others before it fails.
-            start_method: As in `DDPStrategy`.
+            accelerator: Kind of device; usually set by the Trainer.
+            parallel_devices: The devices of this machine; usually set by the Trainer.
+            cluster_environment: Who has started the ranks; found out by the Trainer if None.
+            checkpoint_io: What writes checkpoints; None for Lightning's usual way.
+            precision_plugin: Precision of the training; usually set by the Trainer's `precision`.
+            process_group_backend: Backend of `torch.distributed`, such as "nccl" or "gloo"; None: by the device.
+            timeout: How long a rank waits for the others before it fails; in YAML "0:30:00".
+            start_method: How the other ranks of this machine are started.
             pipeline_size: Ranks that share a model. From 2 on this is a `PipelineStrategy`, which says what that is.
-            num_microbatches: Of a batch, in a pipeline; None for four for each rank of it.
+            num_microbatches: How many a batch is cut into in a pipeline; None for four for each rank of it.
             pipeline_module: Name of the `nn.Sequential` to share out, or of a method that returns layers in order,
                 which stand for the forward of the module whose method it is. None: the only Sequential.
             schedule: Order of a step in a pipeline: "fast_forward", "gpipe", "1f1b", "interleaved", "zero_bubble",
                 "zbv", a `pipeline.schedule.Schedule` or its text; "auto": the fastest by measured times.
             layers_per_stage: How many layers make a stage; the stages are dealt out in turn. "auto": the fastest.
             activation_checkpointing: Whether forwards of layers are run again in backward, rather than kept.
-            **kwargs: `static_graph` and `gradient_as_bucket_view` of `DistributedDataParallel`, without an effect.
+            **kwargs: `static_graph` and `gradient_as_bucket_view` of `DistributedDataParallel`, without an effect; in
+                YAML under `dict_kwargs`.
 
         Raises:
             ValueError: A value is out of range, or an argument of `DDPStrategy` has no place here.
@@ -173,11 +188,7 @@ class OutOfOrderStrategy(DDPStrategy):
             self._sync.synchronize()
 
     def setup(self, trainer: Trainer) -> None:
-        """As in `DDPStrategy`, without its wrapper around the module.
-
-        Args:
-            trainer: The Trainer.
-        """
+        """As in `DDPStrategy`, without its wrapper around the module."""
         self._trainer, self._has_failed = trainer, False
         super().setup(trainer)
         if self._sync is not None:
@@ -201,11 +212,7 @@ class OutOfOrderStrategy(DDPStrategy):
             self._verifier = StepVerifier(self.lightning_module, self._sync, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that other ranks may be gone.
-
-        Args:
-            exception: What ended the training.
-        """
+        """Remember that other ranks may be gone."""
         self._has_failed = True
         super().on_exception(exception)
 
@@ -223,15 +230,7 @@ class OutOfOrderStrategy(DDPStrategy):
         super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, from rank 0's buffers.
-
-        Args:
-            *args: Of the module's.
-            **kwargs: Likewise.
-
-        Returns:
-            What the module's gives.
-        """
+        """The module's, from rank 0's buffers."""
         if self._sync is None:
             return super().training_step(*args, **kwargs)
         self._sync.forward_begins()
@@ -359,7 +358,8 @@ class OutOfOrderStrategy(DDPStrategy):
             cap = self._options.memory_cap_bytes
             self._say(
                 f"weight gradients that waited kept at most {self._sync.peak_deferred_bytes / 1e6:.4g} MB alive"
-                + ("." if cap is None else f", of {cap / 1e6:.4g} MB allowed.")
+                + ("." if cap is None else f", of {cap / 1e6:.4g} MB allowed."),
+                {"gpufeed/sync/peak_deferred_bytes": float(self._sync.peak_deferred_bytes)},
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -390,8 +390,9 @@ class OutOfOrderStrategy(DDPStrategy):
             self._sync.abandon()
         self.synchronize()
 
-    def _say(self, message: str) -> None:
-        """Once."""
+    def _say(self, message: str, figures: Mapping[str, float] | None = None) -> None:
+        """Once, and its figures to the loggers."""
         if message not in self._said:
             self._said.add(message)
             rank_zero_info(f"{type(self).__name__}: {message}")
+            log_figures(self._trainer, figures or {})

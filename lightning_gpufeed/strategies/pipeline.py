@@ -19,6 +19,7 @@ from lightning_gpufeed.pipeline.foreign import is_foreign
 from lightning_gpufeed.pipeline.links import PipelineGroups
 from lightning_gpufeed.pipeline.nested import flatten, split
 from lightning_gpufeed.pipeline.session import PipelineSession
+from lightning_gpufeed.strategies.figures import log_figures
 from lightning_gpufeed.strategies.gate import raw
 from lightning_gpufeed.strategies.out_of_order import OutOfOrderStrategy
 from lightning_gpufeed.strategies.quiet import QuietStep
@@ -41,8 +42,8 @@ class PipelineStrategy(OutOfOrderStrategy):
     the rank before it can go on (`schedule`), and may have several stages in turn (`layers_per_stage`). Several
     pipelines train on different batches: 8 devices with `pipeline_size=4` are two replicas.
 
-    Equal to training on one device on the same microbatches: weights bit by bit where a loss's own rounding does not
-    depend on how many samples it sees, otherwise to 1e-6; outputs in evaluation exactly. Not equal: BatchNorm takes its
+    What stays bitwise equal to training on one device on the same microbatches: outputs in evaluation; weights, where a
+    loss's own rounding does not depend on how many samples it sees (otherwise to 1e-6). Not equal: BatchNorm takes its
     statistics from each microbatch, and dropout draws other random numbers (the same for any number of ranks).
 
     With "1f1b", "interleaved", "zero_bubble" and "zbv" backward begins before all forwards are done. For that
@@ -53,18 +54,30 @@ class PipelineStrategy(OutOfOrderStrategy):
     ==================================  =============================================================================
     Hook                                what it does
     ==================================  =============================================================================
+    setup_environment                   refuses a number of ranks that makes no pipelines
     setup                               rank 0's weights to all; layers of other ranks give their memory back
-    training_step                       in the first one layers are measured, if a decision needs it
-    backward                            gradients are averaged over replicas, each stage's when it is complete
-    checkpoints                         full ones, as of one device; all ranks take part
+    process_dataloader                  workers of all ranks of a pipeline draw the same random numbers
+    training_step, validation_step      the first measures the layers, if a decision needs it; then the schedule runs
+    block_backward_sync                 while gradients are accumulated they are not averaged over replicas
+    reduce, all_gather                  over replicas, as the ranks of a pipeline have the same values
+    broadcast, barrier,                 over all ranks
+    reduce_boolean_decision
+    lightning_module_state_dict,        full ones, as of one device; all ranks take part
+    optimizer_state, save_checkpoint
+    load_optimizer_state_dict           states of other ranks' layers take no memory
     teardown                            every rank has all weights again
     ==================================  =============================================================================
+
+    Example:
+        >>> type(OutOfOrderStrategy(pipeline_size=2, schedule="zero_bubble")).__name__
+        'PipelineStrategy'
     """
 
     _session: PipelineSession | None = None
     _groups: PipelineGroups | None = None
     _quiet: QuietStep | None = None
     _parts: TrainerParts | None = None
+    _is_plan_logged = False
 
     @property
     def pipeline_session(self) -> PipelineSession | None:
@@ -107,7 +120,7 @@ class PipelineStrategy(OutOfOrderStrategy):
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        self._trainer, self._has_failed = trainer, False
+        self._trainer, self._has_failed, self._is_plan_logged = trainer, False, False
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
@@ -245,9 +258,13 @@ class PipelineStrategy(OutOfOrderStrategy):
         if self._is_automatic() and args:
             self._session.microbatch_loss = partial(self._part_of_loss, args, kwargs)
         try:
-            return super().training_step(*args, **kwargs)
+            result = super().training_step(*args, **kwargs)
         finally:
             self._session.microbatch_loss = None
+        if not self._is_plan_logged and self._session.plan is not None:  # which took the first batch, or a checkpoint
+            self._is_plan_logged = True
+            log_figures(self._trainer, self._session.plan.to_metrics())
+        return result
 
     def _part_of_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatch: int, sizes: Sequence[int]

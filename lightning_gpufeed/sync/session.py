@@ -76,7 +76,7 @@ class GradientSync:
         broadcast_buffers: bool = True,
         can_defer: bool = True,
         reduces_untold: bool = False,
-        on_message: Callable[[str], None] = lambda message: None,
+        on_message: Callable[..., None] = lambda message, figures=None: None,
     ) -> None:
         """Make all ranks start from the parameters and buffers of rank 0.
 
@@ -89,7 +89,7 @@ class GradientSync:
             can_defer: Whether weight gradients may wait, and updates cross into the next forward.
             reduces_untold: Whether gradients are also reduced in a backward that `backward_begins` was not called for.
                 If not, they stay this rank's own, as in an inner loop of a training step.
-            on_message: Told what was decided, in one line, on every rank.
+            on_message: Told what was decided, on every rank: a line, and for a decision its figures.
 
         Raises:
             SyncError: The ranks have different models.

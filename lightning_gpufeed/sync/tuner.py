@@ -21,6 +21,7 @@ from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts, fit_link
 from lightning_gpufeed.sync.layers import SyncLayer, in_order
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.ranks import Ranks
+from lightning_gpufeed.sync.simulate import StepModel
 from lightning_gpufeed.sync.times import StepSeconds, StepTimes, medians
 from lightning_gpufeed.sync.usage import Usage
 
@@ -39,6 +40,8 @@ class _Arm:
 
     plan: SyncPlan
     predicted_seconds: float
+    exposed_seconds: float
+    """Of these, how long the device waits for messages."""
     windows: list[float] = field(default_factory=list)
     """Median step of each window."""
 
@@ -72,7 +75,7 @@ class Tuner:
         *,
         can_defer: bool,
         can_cross: Callable[[], bool],
-        on_message: Callable[[str], None],
+        on_message: Callable[[str, dict[str, float]], None],
     ) -> None:
         """Before the first step.
 
@@ -82,7 +85,7 @@ class Tuner:
             ranks: Who takes part.
             can_defer: Whether weight gradients may wait. If not, nothing is measured.
             can_cross: Whether updates may be taken in the next forward; asked after a step.
-            on_message: Told the decision.
+            on_message: Told the decision: a line, and figures for a logger.
         """
         self.layers = list(layers)
         self._options, self._ranks, self._on_message = options, ranks, on_message
@@ -159,7 +162,7 @@ class Tuner:
         costs = self._costs()
         if self._can_defer and self._options.is_given:
             self._settle(given_plan(costs, self._options, self._really_late))
-            self._on_message(f"{_described(self.plan, self.layers)}, as asked for.")
+            self._on_message(f"{_described(self.plan, self.layers)}, as asked for.", _figures(self.plan))
         elif costs and self._can_defer and self._ranks.num_ranks > 1:
             self.plan = usual_plan(costs)
             self.times = StepTimes(self._ranks.device, len(self.layers))
@@ -200,6 +203,7 @@ class Tuner:
         step = StepSeconds.of_numbers(self._ranks.mean(step.numbers()), step.deferred_bytes)
         self.link = fit_link(self._ranks.probe_link(sum(layer.gradient_bytes for layer in self.layers)))
         self.costs = self._costs(step)
+        compute_seconds = StepModel(self.costs, self.link).compute_seconds + step.other
         texts: list[tuple[str, float]] = []
         if self._ranks.rank == 0:
             found = plans_to_try(
@@ -211,10 +215,14 @@ class Tuner:
                 late=self._really_late,
             )
             texts = [(str(one.plan), one.seconds) for one in found]
-        self._arms = [_Arm(SyncPlan.parse(text), seconds) for text, seconds in self._ranks.decided(texts)]
+        self._arms = [
+            _Arm(SyncPlan.parse(text), seconds, seconds - compute_seconds)
+            for text, seconds in self._ranks.decided(texts)
+        ]
         if len(self._arms) == 1:
-            self._settle(self._arms[0].plan)
-            self._on_message(f"{_described(self._arms[0].plan, self.layers)}, as asked for.")
+            [arm] = self._arms
+            self._settle(arm.plan)
+            self._on_message(f"{_described(arm.plan, self.layers)}, as asked for.", _figures(arm.plan, arm))
         else:
             self._stage, self.plan, self.late = "try", self._arms[0].plan, self._really_late
         self._window = []
@@ -237,7 +245,7 @@ class Tuner:
         best = self._arms[self._ranks.decided(_best(self._arms))]
         self._settle(best.plan)
         usual = min((arm for arm in self._arms if arm.is_usual), key=lambda arm: arm.seconds, default=self._arms[0])
-        self._on_message(self._decision(usual, best))
+        self._on_message(self._decision(usual, best), _figures(best.plan, best, usual))
         return True
 
     def _decision(self, usual: _Arm, best: _Arm) -> str:
@@ -274,3 +282,22 @@ def _described(plan: SyncPlan, layers: Sequence[SyncLayer]) -> str:
     waiting = [layers[i].name for i in plan.deferred]
     what = f"{len(waiting)} of {len(layers)} weight gradients wait" if waiting else "no weight gradient waits"
     return f"{what}, {len(plan.buckets)} messages, parameters are updated {when}"
+
+
+def _figures(plan: SyncPlan, chosen: _Arm | None = None, usual: _Arm | None = None) -> dict[str, float]:
+    """For a logger: what the plan is; and where it is known, what was predicted and measured."""
+    values: dict[str, float] = {
+        "num_deferred": len(plan.deferred),
+        "num_messages": len(plan.buckets),
+        "is_cross_iteration": plan.cross_iteration,
+    }
+    if chosen is not None:
+        values["predicted_step_seconds"] = chosen.predicted_seconds
+        values["predicted_exposed_seconds"] = max(0.0, chosen.exposed_seconds)
+    if chosen is not None and usual is not None:
+        values["step_seconds"] = chosen.seconds
+        values["usual_step_seconds"] = usual.seconds
+        values["usual_predicted_step_seconds"] = usual.predicted_seconds
+        values["usual_predicted_exposed_seconds"] = max(0.0, usual.exposed_seconds)
+        values["gain"] = usual.seconds / chosen.seconds
+    return {f"gpufeed/sync/{name}": float(value) for name, value in values.items()}

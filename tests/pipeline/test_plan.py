@@ -66,6 +66,7 @@ def test_without_times_nothing_is_predicted():
     plan = plan_training(PipelineOptions(2, num_microbatches=4, layers_per_stage=2), num_layers=8)
     assert plan.step_seconds is None
     assert str(plan) == "fast_forward, 2 ranks with 2 stages each, 2 layers in a stage, 4 microbatches"
+    assert plan.to_metrics() == {"gpufeed/pipeline/num_stages": 4.0, "gpufeed/pipeline/num_microbatches": 4.0}
 
 
 def test_with_times_the_step_and_the_bubble_are_said():
@@ -73,6 +74,9 @@ def test_with_times_the_step_and_the_bubble_are_said():
     assert plan.step_seconds is not None
     assert "predicted" in str(plan)
     assert "bubble ratio" in str(plan)
+    figures = plan.to_metrics()
+    assert figures["gpufeed/pipeline/predicted_step_seconds"] == plan.step_seconds
+    assert figures["gpufeed/pipeline/predicted_bubble_ratio"] == plan.bubble_ratio
 
 
 def test_what_a_stage_takes_beside_its_layers_makes_stages_fewer():

@@ -148,7 +148,8 @@ def train(
         "seen": model.seen,
         "given": given,
         "said": said,
-        "logged": [[step, metrics] for step, metrics in log.logged],
+        # Without the figures that a strategy of ours adds.
+        "logged": [[step, row] for step, row in log.logged if not any(name.startswith("gpufeed/") for name in row)],
         "num_foreign": sum(one.is_meta for one in [*model.parameters(), *model.buffers()]),
         "types": sorted({type(one).__name__ for one in model.parameters()}),
         "left": sum("forward" in vars(one) for one in model.modules()) * (strategy is not None),

@@ -347,7 +347,8 @@ def train(
         "losses": watch.losses,
         "metrics": dict(trainer.callback_metrics),
         "seen": [*seen, *getattr(model, "sums", [])],
-        "logged": [[step, metrics] for step, metrics in log.logged],
+        # Without the figures that a strategy of ours adds.
+        "logged": [[step, row] for step, row in log.logged if not any(name.startswith("gpufeed/") for name in row)],
         "ends": ends,
         "types": sorted({type(one).__name__ for one in model.parameters()}),
         "left": sync_left(model),

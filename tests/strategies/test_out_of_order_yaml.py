@@ -79,6 +79,17 @@ def test_a_strategy_can_be_asked_for_by_its_name(name):
     assert strategy._find_unused_parameters == name.endswith("true")
 
 
+@pytest.mark.parametrize("unused", ["", "_find_unused_parameters_true"])
+@pytest.mark.parametrize(
+    ("launched", "start_method"), [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
+)
+def test_every_way_in_which_ddp_starts_ranks_has_a_name_here_too(launched, start_method, unused):
+    strategy = make_trainer(strategy=f"out_of_order{launched}{unused}").strategy
+    assert type(strategy) is OutOfOrderStrategy
+    assert strategy._start_method == start_method == make_trainer(strategy=f"ddp{launched}").strategy._start_method
+    assert strategy._find_unused_parameters == bool(unused)
+
+
 def test_its_names_are_registered_with_a_description():
     assert "out_of_order" in StrategyRegistry.available_strategies()
     assert StrategyRegistry["out_of_order"]["description"] == "Data parallel with out-of-order gradient sync"

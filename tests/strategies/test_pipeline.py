@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpufeed import OutOfOrderStrategy
 from lightning_gpufeed.strategies.pipeline import PipelineStrategy
+from tests.datamodules.models import make_trainer
 
 
 class OfRank(LightningEnvironment):
@@ -41,6 +44,14 @@ def test_workers_are_left_alone_where_nobody_asked_for_seeds_or_somebody_seeds_t
     loader = DataLoader(torch.arange(4), worker_init_fn=print)
     strategy = OutOfOrderStrategy(pipeline_size=2, cluster_environment=OfRank(1))
     assert strategy.process_dataloader(loader).worker_init_fn is print
+
+
+def test_a_rank_that_is_spawned_is_sent_the_same_pipeline():
+    strategy = OutOfOrderStrategy(pipeline_size=2, num_microbatches=3, start_method="spawn")
+    sent = pickle.loads(pickle.dumps(make_trainer(strategy=strategy, devices=2))).strategy
+    assert type(sent) is PipelineStrategy
+    assert sent._pipeline_options == strategy._pipeline_options
+    assert sent._start_method == "spawn"
 
 
 class Own(OutOfOrderStrategy):

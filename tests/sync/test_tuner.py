@@ -63,6 +63,7 @@ class Loop:
         names = [str(i) for i in range(num_layers)] if deferrable is None else deferrable
         self.layers = find_layers(self.model, names)
         self.messages: list[str] = []
+        self.figures: list[dict[str, float]] = []
         self.clock = clock
         self.tuner = Tuner(
             self.layers,
@@ -70,9 +71,13 @@ class Loop:
             ranks,
             can_defer=can_defer,
             can_cross=lambda: can_cross,
-            on_message=self.messages.append,
+            on_message=self.said,
         )
         self.usage = SeenUsage(self.layers)
+
+    def said(self, message: str, figures: dict[str, float]) -> None:
+        self.messages.append(message)
+        self.figures.append(figures)
 
     def run(self, num_steps: int, seconds: Callable[[SyncPlan], float] = lambda plan: 1.0) -> list[SyncPlan]:
         plans = []
@@ -210,6 +215,22 @@ def test_the_plan_that_was_measured_to_be_faster_stays(ranks, clock, one_second_
     assert decide(loop, lambda _, arm: 1.0 if arm == 0 else 1.0 - 0.1 * arm) == len(loop.tuner._arms) - 1
     assert "times as fast" in loop.messages[0]
     assert not loop.tuner.late
+    [figures], best, usual_arm = loop.figures, loop.tuner._arms[-1], loop.tuner._arms[-2]
+    assert figures["gpufeed/sync/step_seconds"] == pytest.approx(best.seconds)
+    assert figures["gpufeed/sync/usual_step_seconds"] == pytest.approx(usual_arm.seconds)
+    assert figures["gpufeed/sync/gain"] == pytest.approx(usual_arm.seconds / best.seconds)
+    assert figures["gpufeed/sync/predicted_step_seconds"] == best.predicted_seconds
+    assert figures["gpufeed/sync/usual_predicted_step_seconds"] == usual_arm.predicted_seconds
+    assert figures["gpufeed/sync/num_messages"] == len(best.plan.buckets)
+    assert figures["gpufeed/sync/num_deferred"] == len(best.plan.deferred)
+    assert figures["gpufeed/sync/is_cross_iteration"] == 1.0
+    # Each of four layers computes for three seconds, and its gradient is a second on the wire: in the usual order all
+    # messages but those that are sent early in backward are waited for.
+    compute = NUM_LAYERS * 3.0
+    for name, arm in (("", best), ("usual_", usual_arm)):
+        exposed = figures[f"gpufeed/sync/{name}predicted_exposed_seconds"]
+        assert exposed == pytest.approx(max(0.0, arm.predicted_seconds - compute))
+    assert figures["gpufeed/sync/usual_predicted_exposed_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -230,6 +251,8 @@ def test_the_usual_order_stays_without_a_gain_above_noise(ranks, clock, one_seco
     loop = Loop(ranks, clock)
     assert decide(loop, seconds) == 0
     assert loop.messages[0].startswith("the usual order stays")
+    assert loop.figures[0]["gpufeed/sync/gain"] == 1.0
+    assert loop.figures[0]["gpufeed/sync/num_deferred"] == 0.0
 
 
 def test_a_round_that_is_slower_for_all_does_not_hide_a_gain(ranks, clock, one_second_each):
@@ -258,6 +281,9 @@ def test_a_given_plan_is_used_from_the_second_step_on(ranks, clock):
     assert loop.tuner.late == set()
     assert set(loop.tuner.backward_order().deferred) == {"0", "1"}
     assert loop.messages[0].endswith("as asked for.")
+    assert loop.figures == [
+        {"gpufeed/sync/num_deferred": 2, "gpufeed/sync/num_messages": 4, "gpufeed/sync/is_cross_iteration": 1}
+    ]
 
 
 def test_what_is_given_in_part_is_kept_and_the_only_plan_is_not_tried(ranks, clock, one_second_each):
@@ -266,6 +292,9 @@ def test_what_is_given_in_part_is_kept_and_the_only_plan_is_not_tried(ranks, clo
     assert loop.tuner.is_settled
     assert sorted(loop.tuner.plan.deferred) == [0, 1]
     assert loop.messages[0].endswith("as asked for.")
+    [figures] = loop.figures
+    assert figures["gpufeed/sync/predicted_step_seconds"] == loop.tuner._arms[0].predicted_seconds
+    assert "gpufeed/sync/step_seconds" not in figures
 
 
 def test_without_a_gain_in_sight_the_usual_plan_stays_from_the_second_step_on(ranks, clock):

@@ -69,7 +69,7 @@ class RollingBuffer:
         self._plan = plan
         self._arena = arena
         self._first_sample_of = first_sample_of
-        self._memory = memoryview(arena.view(-1).numpy())
+        self._memory = arena.view(-1).numpy().data
         self._load, self._load_rows, self._will_load = load, load_rows, will_load
         self._num_announced, self._most_announced = 0, max(2, _ANNOUNCED_BYTES // max(1, block_bytes))
         self._block_bytes = block_bytes
