@@ -185,7 +185,7 @@ class H5Splits:
             what = "a fraction or an index array" if self._fold is None else "a fold"
             raise ValueError(f"{what} is a part of the training data, but train= is missing.")
         source = self._open(paths, self._keys_for("train", paths, is_own_file=True))
-        everything = rest = np.arange(source.num_samples)
+        everything = free = rest = np.arange(source.num_samples)
         if self._train_indices is not None:
             wanted = _numbers(source, self._train_indices, "train_indices")
             rest, _ = take_indices(rest, wanted, "train_indices")
@@ -204,7 +204,9 @@ class H5Splits:
             elif isinstance(origin, float):
                 taken, rest = self._take_fraction(source, rest, split, num_available)
             else:
-                taken, rest = take_indices(rest, _numbers(source, origin, split), split)
+                # What is trained on does not limit what is given here: both may be named, apart from each other.
+                taken, free = take_indices(free, _numbers(source, origin, split), split)
+                rest = rest[~np.isin(rest, taken)]
             divided[split] = (source, taken)
         if not len(rest):
             raise ValueError("no sample is left for training: the other splits take them all.")

@@ -345,12 +345,6 @@ def test_sample_numbers_may_come_from_a_generator(plain):
             "another split.",
         ),
         (
-            {"val": [1], "train_indices": [2, 3]},
-            "train",
-            "val: the index array names sample 1, which is not available: it is out of range (0 to 3) or belongs to "
-            "another split.",
-        ),
-        (
             {"train_indices": [2, 2]},
             "train",
             "train_indices: the index array names a sample twice; each may be used once.",
@@ -464,6 +458,11 @@ def test_samples_may_be_named_by_datasets_of_the_training_file(divided):
     splits = make(divided, val="splits/val", test="splits/test", columns=["w_train"])
     assert [samples(splits, split) for split in ("val", "test")] == [[3, 1], [5]]
     assert samples(splits, "train") == [0, 2, 4, 6, 7, 8, 9]
+    # Each split by its own dataset, apart from each other; what is in both is not trained on.
+    splits = make(divided, train_indices="splits/train", val="splits/val", test="splits/test", columns=["w_train"])
+    assert [samples(splits, split) for split in ("train", "val", "test")] == [[8, 0, 2, 4], [3, 1], [5]]
+    splits = make(divided, train_indices=[8, 3, 0], val="splits/val", columns=["w_train"])
+    assert [samples(splits, split) for split in ("train", "val")] == [[8, 0], [3, 1]]
     splits = make(divided, train_indices="mask_{split}", val="splits/val", columns=["w_train"])
     assert samples(splits, "train") == [0, 2, 4, 5, 6]
     assert list(splits.get("train")[0].fields) == ["x"]
