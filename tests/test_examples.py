@@ -27,7 +27,12 @@ DEMO = "fashion_mnist.py"
 APART = ["fetch_fashion_mnist.py"]
 # It starts processes of its own, which no other test may find.
 WITH_PROCESSES = ["out_of_order.py", "pipeline.py"]
-SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name not in APART)
+# Those about Ray are run by strategies/test_ray.py, where Ray is.
+SCRIPTS = sorted(
+    path.name
+    for path in (ROOT / "examples").glob("*.py")
+    if path.name not in APART and not path.name.startswith("ray_")
+)
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +126,12 @@ def test_the_training_that_waits_says_why_and_waits_less_after_the_first_cure(ou
     assert "read amplification" not in cured
     before, after = (float(re.search(r"steps in ([\d.]+) s", text)[1]) for text in (slow, cured))
     assert after < before
+
+
+def test_the_program_of_lightning_cli_goes_on_from_what_it_saved(output_of):
+    output = output_of("lightning_cli.py")
+    (first, first_epochs), (second, second_epochs) = re.findall(r"(\d+) steps, (\d+) epochs", output)
+    assert (first_epochs, second_epochs) == ("2", "4")
+    assert int(first) >= 64  # and more where the loader is late, and batches are used again
+    assert int(second) >= int(first) + 64
+    assert float(re.search(r"accuracy in test: ([\d.]+)%", output)[1]) > 90

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_gpufeed.callbacks.scaled_rate import ScaledRate
+from lightning_gpufeed.callbacks.set_aside import WhenSetAside
 from lightning_gpufeed.callbacks.trainer_epoch import (
     HookOncePerBatch,
     ScheduleByProgress,
@@ -50,18 +51,19 @@ class BatchEcho(Callback):
     with R = time to load a batch / time of one pass over it, up to `echo_factor` = R. And a step on repeated samples
     has to be a smaller one: lower the learning rate by about `echo_factor`, or say `scale_lr="inverse"`.
 
-    ====================================  ===================================================================
-    Hook                                  what it does
-    ====================================  ===================================================================
-    setup                                 stands in for the training loader, splits the transfer from what
-                                          comes after it
-    on_train_start                        scales learning rates; corrects the count of steps after a resume
-    on_train_epoch_start                  a new epoch has its usual length
-    on_train_batch_end                    time of a step, on its device; whether validation is due
-    on_train_epoch_end                    one line on what echoing did, and the same for the loggers
-    state_dict, load_state_dict           place inside the batch, states of the loaders, echoes so far
-    on_exception, teardown                takes everything back, ends threads
-    ====================================  ===================================================================
+    ======================================  ===================================================================
+    Hook                                    what it does
+    ======================================  ===================================================================
+    setup                                   stands in for the training loader and for the copy to the device
+    on_train_start                          scales learning rates; corrects the count of steps after a resume
+    on_train_epoch_start                    a new epoch has its usual length
+    on_train_batch_end                      time of a step, on its device; whether validation is due
+    on_validation_start, on_validation_end  keep validation out of the time of an epoch
+    on_train_epoch_end                      one line on what echoing did, and the same for the loggers
+    state_dict, load_state_dict             place inside the batch, states of the loaders, echoes so far
+    on_load_checkpoint                      whether the steps that a checkpoint counts are batches, or pieces
+    on_exception, teardown                  takes everything back, ends threads
+    ======================================  ===================================================================
 
     What happens to a batch: `on_before_batch_transfer` and `transfer_batch_to_device` once, `on_after_batch_transfer`
     for each piece, so random augmentation there is new in every pass. Pieces are copies: what is done to one in place
@@ -74,8 +76,7 @@ class BatchEcho(Callback):
 
     What stays bitwise equal: `echo_factor=1, num_splits=1`, and "auto" with a loader that keeps up, to training
     without this callback. A resumed run to one that was not interrupted, from any step, given a loader with
-    `state_dict` and `load_state_dict`; with "auto" if the echoes are replayed. What does not: everything else, as
-    repeated samples are another training.
+    `state_dict` and `load_state_dict`; with "auto" if the echoes are replayed. All else is another training.
 
     Several ranks agree before each decision, on the host. Works with automatic and manual optimization.
 
@@ -94,7 +95,7 @@ class BatchEcho(Callback):
         max_echo_factor: int = 5,
         scale_lr: Literal["inverse", "keep"] | None = None,
         seed: int = 0,
-        replay: str | Path | dict[int, list[int]] | None = None,
+        replay: dict[int, list[int]] | str | Path | None = None,
         read_ahead: bool = True,
     ) -> None:
         """Note the arguments.
@@ -130,9 +131,8 @@ class BatchEcho(Callback):
             raise ValueError(f"replay is given, but echo_factor is {echo_factor}; expected 'auto' to replay echoes.")
         if not read_ahead and self._is_auto:
             raise ValueError("read_ahead is False, but echo_factor 'auto' has to know whether the next batch is ready.")
-        self.scale_lr = scale_lr
         self.seed = whole_number("seed", seed, 0, LARGEST_SEED)
-        self.replay, self.read_ahead = replay, read_ahead
+        self.scale_lr, self.replay, self.read_ahead = scale_lr, replay, read_ahead
         self.reports: list[EchoReport] = []
         self._saved: Mapping[str, Any] | None = None
         self._earlier: dict[int, list[int]] = {}
@@ -140,7 +140,8 @@ class BatchEcho(Callback):
         self._undo: list[Any] = []
         self._vote: HostVote | None = None
         self._begin = self._validation_seconds = 0.0
-        self._usual_check = self._num_moves = 0
+        self._usual_check = 0
+        self._num_moves: int | None = None
         self._schedule: ScheduleByProgress | None = None
         self._has_warned = self._counts_batches = False
 
@@ -167,10 +168,7 @@ class BatchEcho(Callback):
         if stage != "fit":
             return
         self._take_back()
-        if trainer.global_step == 0:
-            self._num_moves = 0
-        elif self._schedule is not None:
-            self._num_moves = self._schedule.num_moves
+        self._num_moves = None  # as many as the Trainer's place says, unless a checkpoint says otherwise
         self._earlier = {epoch: passes for epoch, passes in self.trace.items() if epoch < trainer.current_epoch}
         self._session = self._schedule = None
         self._counts_batches = False
@@ -194,6 +192,7 @@ class BatchEcho(Callback):
             self.num_splits,
             self.seed,
             vote=self._vote,
+            replica=(trainer.distributed_sampler_kwargs or {}).get("rank"),  # ranks of a pipeline have the same batches
             current_epoch=lambda: trainer.current_epoch,
             num_processed=lambda: num_processed(trainer),
             is_cut_to_shortest=lambda: is_cut_to_shortest(trainer),
@@ -252,6 +251,7 @@ class BatchEcho(Callback):
         strategy.__dict__["batch_to_device"] = batch_to_device
         hook = HookOncePerBatch(pl_module, is_repeat)
         self._undo += [
+            WhenSetAside(trainer, self, self._take_back).remove,
             hook.remove,
             setup.remove,
             lambda: strategy.__dict__.pop("process_dataloader", None),
@@ -348,7 +348,7 @@ class BatchEcho(Callback):
         report = session.report(trainer.current_epoch, elapsed)
         self.reports.append(report)
         rank_zero_info(str(report))
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(report.to_metrics(), step=trainer.global_step)
         session.finish_epoch()
 

@@ -17,6 +17,7 @@ from lightning_gpufeed.callbacks.announcer import Announcer
 from lightning_gpufeed.callbacks.emergency_checkpoint import EmergencyCheckpoint
 from lightning_gpufeed.callbacks.recovered_evaluation import EVALUATIONS, RecoveredEvaluation
 from lightning_gpufeed.callbacks.recovered_update import RecoveredUpdate
+from lightning_gpufeed.callbacks.set_aside import WhenSetAside
 from lightning_gpufeed.callbacks.smaller_loader import LoaderShrinker
 from lightning_gpufeed.callbacks.trainer_step import (
     OF_LIGHTNING,
@@ -58,6 +59,7 @@ class OOMRecovery(Callback):
     ==================================  =========================================================================
     setup                               stands before the steps of the Trainer; refuses what cannot be undone
     on_fit_start                        guards the optimizer; several ranks: reduces gradients in DDP's place
+    on_train_batch_end                  holds nothing of the batch any more
     on_train_epoch_end                  with "shrink_loader", makes the batch size smaller
     state_dict, load_state_dict         sizes that were found
     on_exception, teardown              takes everything back; `on_train_end`: a line on what happened
@@ -173,7 +175,8 @@ class OOMRecovery(Callback):
         obstacle = obstacle_to_recovery(trainer, pl_module, is_training=stage == "fit")
         if obstacle is not None:
             raise ValueError(f"OOMRecovery cannot work here: {obstacle}.")
-        self._undo += [self._release_vote, watch_parts(partial(setattr, self, "_has_new_parts", True))]
+        self._undo.append(WhenSetAside(trainer, self, self._take_back).remove)
+        self._undo.append(watch_parts(partial(setattr, self, "_has_new_parts", True)))
         evaluation = RecoveredEvaluation(
             trainer,
             pl_module,
@@ -200,14 +203,12 @@ class OOMRecovery(Callback):
         )
         self._undo.append(self._update.remove)
 
-    def _release_vote(self) -> None:
-        if self._vote is not None:
-            self._vote.close()
-
     def _take_back(self) -> None:
         """Undo all that was put in other places."""
         while self._undo:
             self._undo.pop()()
+        if self._vote is not None:
+            self._vote.close()
         self._forget_run()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

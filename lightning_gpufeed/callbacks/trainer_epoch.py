@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -260,22 +260,27 @@ class ScheduleByProgress:
         num_moves: How often schedules have moved.
     """
 
-    def __init__(self, trainer: Trainer, fresh_steps: Callable[[], int], usual_steps: float, num_moves: int) -> None:
+    def __init__(
+        self, trainer: Trainer, fresh_steps: Callable[[], int], usual_steps: float, num_moves: int | None
+    ) -> None:
         """Put it there.
 
         Args:
             trainer: A Trainer.
             fresh_steps: Steps of this epoch on fresh samples, so far.
             usual_steps: Steps of an epoch without echoes.
-            num_moves: How often schedules have moved before a resume.
+            num_moves: How often schedules have moved before a resume; None for as often as the Trainer's place says.
         """
-        self.num_moves = num_moves
+        self.num_moves = num_moves or 0
         self._trainer = trainer
         self._loop = trainer.fit_loop.epoch_loop
         self._fresh_steps = fresh_steps
         self._usual_steps = usual_steps
         self._is_due = False
         self._latest_fresh = 0
+        if num_moves is None:
+            self._fresh_steps = lambda: 0  # a finder's trial may have left some
+            self.num_moves, self._fresh_steps = self._moves_by_now(), fresh_steps
         self._own = self._loop.update_lr_schedulers
         self._loop.__dict__["update_lr_schedulers"] = self
 
@@ -299,16 +304,27 @@ class ScheduleByProgress:
             is_fresh, self._latest_fresh = fresh != self._latest_fresh, fresh
             return trainer.global_step if trainer.max_steps != -1 else self.num_moves + is_fresh
         usual = math.ceil(self._usual_steps / each)
-        moves = float(trainer.current_epoch * usual + min(fresh, usual))
+        moves = float(self._moves_of(self._usual_steps, trainer.current_epoch) + min(fresh, usual))
         max_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
         bounds = [trainer.max_steps] if trainer.max_steps != -1 else []
         limit = absolute_limit(trainer)
         if limit is not None and max_epochs is not None:
-            bounds.append(math.ceil(limit / each) * max_epochs)
+            bounds.append(self._moves_of(limit, max_epochs))
         if bounds:
-            estimate = min(bounds) if max_epochs is None else min(*bounds, usual * max_epochs)
+            estimate = (
+                min(bounds) if max_epochs is None else min(*bounds, self._moves_of(self._usual_steps, max_epochs))
+            )
             moves = max(moves, trainer.global_step * estimate / min(bounds))
         return int(moves)
+
+    def _moves_of(self, steps_per_epoch: float, num_epochs: int) -> int:
+        """Optimizer steps of the first epochs, whose batches may be accumulated by numbers of their own."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                each = map(callback.get_accumulate_grad_batches, range(num_epochs))
+                return sum(math.ceil(steps_per_epoch / one) for one in each)
+        return num_epochs * math.ceil(steps_per_epoch / self._trainer.accumulate_grad_batches)
 
     def remove(self) -> None:
         """Give the loop its own method back."""

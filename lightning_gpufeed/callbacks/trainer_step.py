@@ -72,6 +72,11 @@ def obstacle_to_recovery(trainer: Trainer, pl_module: LightningModule, *, is_tra
             f"{type(strategy).__name__} does steps, or keeps parts of the model, in ways that cannot be repeated; "
             f"expected one device or DDPStrategy"
         )
+    if hasattr(strategy, "pipeline_session"):
+        return (
+            "with pipeline_size the ranks of a model send each other activations within a step, and those that had the "
+            "memory would not send them again; expected one device or DDPStrategy. More num_microbatches take less"
+        )
     if not is_training:
         return None
     if hasattr(strategy, "gradient_sync"):

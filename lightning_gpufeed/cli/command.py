@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code.
+
+    Example:
+        >>> main(["inspect", "nowhere.h5"])    # "error: ..." on stderr
+        2
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     commands: dict[str, Callable[[dict[str, Any]], int | None]] = {

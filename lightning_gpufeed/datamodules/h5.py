@@ -77,10 +77,10 @@ class H5DataModule(LightningDataModule):
     ranks it continues with exactly the samples that were left.
 
     Example:
-        >>> dm = H5DataModule("train.h5", val=0.1, keys=["x", "y"], batch_size=256)    # doctest: +SKIP
-        >>> Trainer(max_epochs=5).fit(model, datamodule=dm)                            # doctest: +SKIP
-        >>> H5DataModule("train.h5", val="val.h5", sample_weights="balanced")          # doctest: +SKIP
-        >>> H5DataModule("train.h5", num_folds=5, fold=0, group_by="patient")          # doctest: +SKIP
+        >>> dm = H5DataModule("train.h5", val=0.1, keys=["images", "labels"], batch_size=32)
+        >>> trainer.fit(model, datamodule=dm)     # any Trainer, any LightningModule
+        >>> dm = H5DataModule("train.h5", val="val.h5", sample_weights="balanced")
+        >>> dm = H5DataModule("train.h5", num_folds=5, fold=0, group_by="patient")
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class H5DataModule(LightningDataModule):
 
         Args:
             train: File or files to train on.
-            val: For validation; see the table above.
-            test: For testing.
+            val: For validation: files, a fraction, sample numbers, a mask, or the name of a dataset with either.
+            test: For testing; what it may be is as with `val`.
             predict: For prediction; None takes what `test` gives.
             keys: Datasets to use: names, or field name -> key. `{split}` in a key stands for `train`, `val`, `test`.
                 None takes every array; those whose names say a split go to it, under the rest of the name.
             batch_size: Samples per rank and training step.
-            eval_batch_size: The same for the other stages, None takes `batch_size`.
+            eval_batch_size: Samples per rank and step in the other stages; None takes `batch_size`.
             shuffle: Training order: "full", "window", "window:N" or None. The other stages keep the file's order.
             seed: Decides the training order, the draws, the fractions, and the folds that are made.
             drop_last: Leave out training samples that do not fill a step on every rank.
@@ -138,7 +138,7 @@ class H5DataModule(LightningDataModule):
             num_folds: Make so many folds, by `seed`, if there are none.
             group_by: Field or dataset whose equal values stay in one of the folds that are made, such as the patient.
             device_transform: Called with each training batch on the device; returns the batch to use.
-            eval_device_transform: The same for the other stages.
+            eval_device_transform: Called in the same way with each batch of the other stages.
             num_slots: Batches read ahead.
             pin_memory: Page-locked host buffers; None means yes with a GPU.
             isolate: Read in a process of its own: for training loops that hold the interpreter lock.

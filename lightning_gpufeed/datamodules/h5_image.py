@@ -49,8 +49,10 @@ class H5ImageDataModule(H5DataModule):
     apply here too.
 
     Example:
-        >>> dm = H5ImageDataModule("train.h5", val="val.h5", batch_size=512)       # doctest: +SKIP
-        >>> Trainer(max_epochs=5).fit(model, datamodule=dm)                        # doctest: +SKIP
+        >>> dm = H5ImageDataModule("train.h5", val="val.h5", batch_size=32)
+        >>> trainer.fit(model, datamodule=dm)     # any Trainer, any LightningModule
+        >>> dm.image_shape, dm.num_classes
+        ((3, 16, 16), 10)
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class H5ImageDataModule(H5DataModule):
 
         Args:
             train: File or files to train on.
-            val: For validation: files, a fraction, sample numbers, or None; see `H5DataModule`.
-            test: For testing.
+            val: For validation: files, a fraction, sample numbers, a mask, or the name of a dataset with either.
+            test: For testing; what it may be is as with `val`.
             predict: For prediction; None takes what `test` gives.
             image_key: Dataset of the images; found by shape and name if None. `{split}` stands for the split's name.
             label_key: Dataset of the labels or masks; found if None, "" for none.
@@ -102,16 +104,16 @@ class H5ImageDataModule(H5DataModule):
             image_layout: Axes of the stored images; "auto" reads the attribute `layout`, else judges by the shape.
             mean: Per channel, in units of the image scaled to 0..1. None takes the file's attribute if there is
                 one, else does not normalise; "auto" computes it over the training samples if there is none.
-            std: The same for the standard deviation.
+            std: Standard deviation per channel; what it may be is as with `mean`.
             channels_last: Deliver images in channels-last memory order.
             num_classes: Number of classes; None takes the length of the attribute `class_names`. Labels are
                 checked against it.
             batch_size: Samples per rank and training step.
-            eval_batch_size: The same for the other stages, None takes `batch_size`.
+            eval_batch_size: Samples per rank and step in the other stages; None takes `batch_size`.
             shuffle: Training order: "full", "window", "window:N" or None.
             seed: Decides the training order, the draws, the fractions, and the folds that are made.
             drop_last: Leave out training samples that do not fill a step on every rank.
-            train_indices: Use only these samples of `train`.
+            train_indices: Use only these samples of `train`: numbers, a mask, or the name of a dataset with either.
             stratify: Fractions, and folds that are made, keep the proportions of the classes.
             sample_weights: Draw training samples by these; "balanced" draws every class equally often. As in
                 `H5DataModule`; classes may be given by name too.
@@ -122,7 +124,7 @@ class H5ImageDataModule(H5DataModule):
             group_by: Dataset whose equal values stay in one of the folds that are made.
             device_transform: Called with the images of each training batch on the device, returns the images to use.
                 Where the label is a mask it is called with `(images, masks)` and returns both.
-            eval_device_transform: The same for the other stages.
+            eval_device_transform: Called in the same way in the other stages.
             num_slots: Batches read ahead.
             pin_memory: Page-locked host buffers; None means yes with a GPU.
             isolate: Read in a process of its own: for training loops that hold the interpreter lock.

@@ -56,6 +56,7 @@ class EchoSession:
         seed: int,
         *,
         vote: HostVote,
+        replica: int | None = None,
         current_epoch: Callable[[], int],
         num_processed: Callable[[], int],
         is_epoch_over: Callable[[], bool] = lambda: False,
@@ -70,6 +71,7 @@ class EchoSession:
             num_splits: Pieces that a pass over a batch is cut into.
             seed: Decides all permutations.
             vote: Joins the ranks.
+            replica: Which of the models that train on different batches this rank belongs to; None: each rank has one.
             current_epoch: Which epoch it is.
             num_processed: How many steps of this epoch are done.
             is_epoch_over: Whether these are all that the epoch will have, wherever in a batch it ends.
@@ -88,6 +90,7 @@ class EchoSession:
         self.latest: Piece | None = None
         self._seed = seed
         self._vote = vote
+        self._replica = vote.rank if replica is None else replica
         self._current_epoch = current_epoch
         self._num_processed = num_processed
         self._is_epoch_over = is_epoch_over
@@ -250,7 +253,7 @@ class EchoSession:
             ValueError: It has to be cut, and its samples cannot be told apart.
         """
         assert self._ledger.armed is not None
-        seed = pass_seed(self._seed, self._vote.rank, self._current_epoch(), self._ledger.armed.piece.fetch)
+        seed = pass_seed(self._seed, self._replica, self._current_epoch(), self._ledger.armed.piece.fetch)
         self.device_cache.put(parts, [member.samples_per_batch for member in self.members], seed)
 
     def take(self) -> list[Any]:

@@ -70,8 +70,8 @@ def inspect_file(path: StrPath, *, probe_seconds: float = 1.0) -> FileReport:
         ValueError: `probe_seconds` is not a number of 0 or more.
 
     Example:
-        >>> inspect_file("train.h5").advice.command                      # doctest: +SKIP
-        'gpufeed pack train.h5 OUT.h5 --scale 255'
+        >>> inspect_file("floats.h5", probe_seconds=0).advice.command
+        'gpufeed pack floats.h5 OUT.h5 --scale 255'
     """
     if not (math.isfinite(probe_seconds) and probe_seconds >= 0):
         raise ValueError(f"probe_seconds is {probe_seconds}; expected a number of seconds, 0 or more.")

@@ -49,14 +49,14 @@ class H5Loader:
     `world_size`.
 
     Example:
-        >>> loader = H5Loader("train.h5", batch_size=512)                # doctest: +SKIP
-        >>> for batch in loader:                                         # doctest: +SKIP
-        ...     images = batch["images"].to("cuda", non_blocking=True)
+        >>> with H5Loader("train.h5", batch_size=32) as loader:
+        ...     for batch in loader:
+        ...         images = batch["images"].to("cpu", non_blocking=True)  # usually "cuda"
     """
 
     def __init__(
         self,
-        path: StrPath | Sequence[StrPath] | H5Source,
+        path: Sequence[StrPath] | StrPath | H5Source,
         batch_size: int,
         *,
         keys: Mapping[str, str] | Sequence[str] | str | None = None,
@@ -65,8 +65,8 @@ class H5Loader:
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
-        indices: npt.ArrayLike | None = None,
-        weights: npt.ArrayLike | None = None,
+        indices: Sequence[int] | npt.NDArray[Any] | None = None,
+        weights: Sequence[float] | npt.NDArray[Any] | None = None,
         samples_per_epoch: int | None = None,
         num_slots: int = 2,
         pin_memory: bool | None = None,

@@ -52,9 +52,10 @@ class H5Source:
         num_samples: Samples in all files together.
 
     Example:
-        >>> source = H5Source("train.h5", keys=["images", "labels"])     # doctest: +SKIP
-        >>> source.num_samples                                           # doctest: +SKIP
-        60000
+        >>> source = H5Source("train.h5", keys=["images", "labels"])
+        >>> source.num_samples
+        300
+        >>> source.close()
     """
 
     def __init__(

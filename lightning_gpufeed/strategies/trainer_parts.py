@@ -45,11 +45,6 @@ def check_callbacks(trainer: Trainer) -> None:
         ScheduleError: One does.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if any(cls.__qualname__ == "BatchEcho" for cls in type(callback).__mro__):
-            raise ScheduleError(
-                "BatchEcho repeats batches in an order of each rank's own, and all ranks of a pipeline need the same "
-                "batch; expected one of the two."
-            )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ScheduleError(
                 f"{type(callback).__name__} averages copies of all weights, and each rank of a pipeline has those of "

@@ -74,8 +74,8 @@ def examine(path: StrPath, *, max_files: int = 1000) -> Diagnosis:
         ValueError: `max_files` is below 1.
 
     Example:
-        >>> examine("train.h5").worst                                    # doctest: +SKIP
-        <Severity.WARNING: 'warning'>
+        >>> [one.seen for one in examine("train.h5").files[0].findings if one.key == "labels"]
+        ['read once and kept in memory']
     """
     if max_files < 1:
         raise ValueError(f"max_files is {max_files}; expected at least 1")

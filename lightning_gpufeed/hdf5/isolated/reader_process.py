@@ -84,10 +84,12 @@ class ReaderProcess:
         pool: Where the tensors to read to come from; another pool may be put in its place between reads.
 
     Example:
-        >>> source = H5Source("train.h5")                                          # doctest: +SKIP
-        >>> pool = SharedBufferPool(source.specs, most_rows=256, num_buffers=4)    # doctest: +SKIP
-        >>> with ReaderProcess(source, pool) as reader:                            # doctest: +SKIP
+        >>> import numpy as np
+        >>> source, indices = H5Source("train.h5"), np.array([7, 3])
+        >>> pool = SharedBufferPool(source.specs, most_rows=256, num_buffers=4)
+        >>> with ReaderProcess(source, pool) as reader:
         ...     batch = reader.read(indices, pool.acquire(len(indices)))
+        >>> source.close()
     """
 
     def __init__(self, source: H5Source, pool: SharedBufferPool) -> None:

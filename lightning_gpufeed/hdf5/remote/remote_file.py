@@ -99,10 +99,13 @@ class RemoteFile:
         url: The address.
 
     Example:
-        >>> remote = RemoteFile("s3://bucket/train.h5")                    # doctest: +SKIP
-        >>> with remote.open_h5() as h5_file:                              # doctest: +SKIP
-        ...     offset = h5_file["images"].id.get_chunk_info(0).byte_offset
-        >>> remote.read_ranges(np.array([offset]), np.array([12288]))      # doctest: +SKIP
+        >>> remote = RemoteFile("memory://bucket/train.h5")                # usually s3:// or https://
+        >>> with remote.open_h5() as h5_file:
+        ...     offset = h5_file["images"].id.get_offset()
+        >>> [first_image] = remote.read_ranges(np.array([offset]), np.array([768]))
+        >>> len(first_image)
+        768
+        >>> remote.close()
     """
 
     def __init__(

@@ -144,8 +144,8 @@ def repack(
         ValueError: An option has a value that cannot be meant.
 
     Example:
-        >>> repack("train.h5", "train-rows.h5").arrays["images"].rows_per_chunk  # doctest: +SKIP
-        42
+        >>> repack("train.h5", "train-rows.h5", chunk_bytes=16 * 768).arrays["images"].rows_per_chunk
+        16
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; expected at least 1, such as 512 * 1024")

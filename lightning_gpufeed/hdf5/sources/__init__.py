@@ -37,9 +37,11 @@ def open_source(spec: Any, **options: Any) -> Source:
         PackError: A pipe or device.
 
     Example:
-        >>> source = open_source("digits.npy")  # doctest: +SKIP
-        >>> source.read(np.arange(8)).values["images"].shape  # doctest: +SKIP
+        >>> import numpy as np
+        >>> source = open_source("digits.npy")
+        >>> source.read(np.arange(8)).values["images"].shape
         (8, 28, 28)
+        >>> source.close()
     """
     checked = SourceOptions(**options)
     if isinstance(spec, Source):

@@ -48,6 +48,10 @@ class FieldSpec:
     Attributes:
         sample_shape: Shape of one row, without the axis of the rows; `()` for a scalar label.
         dtype: NumPy type of the rows that `Source.read` returns, in this machine's byte order.
+
+    Example:
+        >>> FieldSpec((3, 16, 16), np.dtype("uint8")).sample_bytes
+        768
     """
 
     sample_shape: tuple[int, ...]
@@ -66,7 +70,17 @@ class FieldSpec:
 
 @dataclass(frozen=True)
 class RowError:
-    """One row that could not be read: its index in the source, its name for people, and the reason."""
+    """One row that could not be read.
+
+    Attributes:
+        index: Number of the row in the source.
+        name: Its name for people, such as the path of an image.
+        reason: Why it could not be read.
+
+    Example:
+        >>> RowError(7, "photos/kind1/7.png", "the file is truncated").index
+        7
+    """
 
     index: int
     name: str
@@ -81,6 +95,10 @@ class SourceRows:
         indices: int64 `(num_rows,)`, the rows that could be read, in the order they were asked for.
         values: Per field an array `(num_rows, *sample_shape)`.
         errors: The rows that could not be read.
+
+    Example:
+        >>> SourceRows(np.array([4, 2]), {"labels": np.array([1, 0])}).errors
+        []
     """
 
     indices: npt.NDArray[np.int64]
@@ -101,6 +119,21 @@ class Source(Protocol):
         is_thread_safe: Whether two threads may call `read` at once, so that reading and writing overlap.
         most_rows_per_read: Largest number of rows `pack` asks for at once. Progress is saved between two reads, so a
             source that takes long for a row keeps this small.
+
+    Example:
+        >>> class Squares:
+        ...     num_samples, most_rows_per_read, is_thread_safe = 100, 64, True
+        ...     fields = {"square": FieldSpec((), np.dtype("int64"))}
+        ...     attributes = {"square": {}}
+        ...     identity = "squares, version 1"
+        ...
+        ...     def read(self, indices):
+        ...         return SourceRows(indices, {"square": indices**2})
+        ...
+        ...     def close(self):
+        ...         pass
+        >>> isinstance(Squares(), Source)    # `pack(Squares(), "squares.h5")` stores it
+        True
     """
 
     num_samples: int
@@ -139,6 +172,10 @@ class SourceOptions:
         layout: Image files: axis order to write. Arrays: used where the shape leaves the axis order open.
         num_workers: Image files: decoding processes; 0 decodes in this one; None takes one per usable CPU,
             unless there are so few images that starting them would take longer.
+
+    Example:
+        >>> SourceOptions(resize=256, crop=224, mode="L").crop
+        224
     """
 
     keys: tuple[str, ...] | None = None
