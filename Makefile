@@ -16,7 +16,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench gpu-check clean
+.PHONY: help setup demo check test ray-check bench gpu-check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ check: setup  ## lint, format, types, import directions
 
 test: setup  ## run the whole test suite
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+ray-check: setup  ## install the extra [ray] and run what needs Ray (3 minutes)
+	$(BIN)/python -m pip install --quiet -e '.[ray]'
+	$(BIN)/pytest tests/strategies/test_ray.py $(ARGS)
 
 bench: setup  ## measure the feed against every peer (25 minutes; BENCH_ARGS=--quick: one)
 	$(BIN)/python benchmarks/feed.py --make-peers $(BENCH_ARGS)
