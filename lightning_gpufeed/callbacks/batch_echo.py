@@ -78,7 +78,7 @@ class BatchEcho(Callback):
     without this callback. A resumed run to one that was not interrupted, from any step, given a loader with
     `state_dict` and `load_state_dict`; with "auto" if the echoes are replayed. All else is another training.
 
-    Several ranks agree before each decision, on the host. Works with automatic and manual optimization.
+    Several ranks agree on each decision; ranks of a pipeline use the same pieces. Optimization: automatic or manual.
 
     Example:
         >>> callbacks = [BatchEcho(echo_factor=2, num_splits=2)]     # a batch of 512: four steps of 256

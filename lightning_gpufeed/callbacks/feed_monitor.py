@@ -115,7 +115,7 @@ class FeedMonitor(Callback):
         self._trainer: Trainer | None = None
         self._observer: Observer | None = None
         self._watch: TrainerWatch | None = None
-        self._set_aside: WhenSetAside | None = None
+        self._ends: list[WhenSetAside] = []
         self._vote: HostVote | None = None
         self._forget_run()
 
@@ -130,7 +130,7 @@ class FeedMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """The arguments and the records: workers that are spawned may get a copy of the Trainer and all that it has."""
         state = self.__dict__.copy()
-        state.update(_trainer=None, _observer=None, _watch=None, _vote=None, _loader=None, _set_aside=None)
+        state.update(_trainer=None, _observer=None, _watch=None, _vote=None, _loader=None, _ends=[])
         return state
 
     # Watching --------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class FeedMonitor(Callback):
             is_ready=self._has_ready,
         )
         self._watch = TrainerWatch(trainer, self._observer)
-        self._set_aside = WhenSetAside(trainer, self, self._stop)
+        self._ends.append(WhenSetAside(trainer, self, self._stop))
         self._is_early_due = self._first_seconds is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -320,7 +320,7 @@ class FeedMonitor(Callback):
             self._observer.close()
         if self._vote is not None:
             self._vote.close()
-        if self._set_aside is not None:
-            self._set_aside.remove()
-        self._trainer = self._observer = self._watch = self._vote = self._set_aside = None
+        while self._ends:
+            self._ends.pop().remove()
+        self._trainer = self._observer = self._watch = self._vote = None
         self._forget_run()
