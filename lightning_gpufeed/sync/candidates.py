@@ -180,12 +180,15 @@ def plans_to_try(
     else:
         total = sum(layer.gradient_bytes for layer in full) or 1
         sizes = (size,) if isinstance(size, int) else tuple(max(1, total >> halvings) for halvings in range(8))
-        plans = [reverse_first_k(full, min(k, len(layers)) + 1, one, cross is not False) for one in sizes]
-        plan = min(plans, key=lambda one: simulate(one, full, link).step_seconds)
+        reversed_plans = [reverse_first_k(full, min(k, len(layers)) + 1, one, cross is not False) for one in sizes]
+        plan = min(reversed_plans, key=lambda one: simulate(one, full, link).step_seconds)
     if all(plan.buckets != other.buckets or plan.backward != other.backward for other in found):
         found.append(plan)
+    plans = [(_with_late(_inner(plan), layers, late), simulate(plan, full, link).step_seconds) for plan in found]
+    # A plan of late layers alone was searched as one that sends nothing, for which nobody has to wait.
     return [
-        Candidate(_with_late(_inner(plan), layers, late), simulate(plan, full, link).step_seconds) for plan in found
+        Candidate(replace(plan, cross_iteration=True) if cross is True and plan.buckets else plan, seconds)
+        for plan, seconds in plans
     ]
 
 
