@@ -3,8 +3,8 @@
 python examples/lightning_cli.py                          # the three commands below, on a small file made for them
 
 python train.py fit --config lightning_cli.yaml
-python train.py fit --config lightning_logs/version_0/config.yaml --ckpt_path last.ckpt --trainer.max_epochs 4
-python train.py test --config lightning_cli.yaml --ckpt_path last.ckpt
+python train.py fit --config lightning_logs/version_0/config.yaml --ckpt_path FILE.ckpt --trainer.max_epochs 4
+python train.py test --config lightning_cli.yaml --ckpt_path FILE.ckpt
 
 python train.py fit --config lightning_cli.yaml --config lightning_cli_out_of_order.yaml     # on two devices
 python train.py fit --data.help=H5ImageDataModule         # every argument of a part, with what it is

@@ -7,6 +7,7 @@ import logging
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_gpufeed.callbacks.figures import log_figures
 from lightning_gpufeed.recover.report import OOMEvent, summary_line
 
 __all__ = ["Announcer"]
@@ -38,8 +39,7 @@ class Announcer:
         if event.rank < 0 and trainer.global_rank > 0:  # this rank alone knows of it
             log.info(f"[rank {trainer.global_rank}] {event}")
         rank_zero_info(str(event))
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics(event.to_metrics(), step=trainer.global_step)
+        log_figures(trainer, event.to_metrics(), "OOMRecovery")
 
     def note(self, text: str) -> None:
         """Something a user should know.

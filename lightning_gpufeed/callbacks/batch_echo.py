@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_gpufeed.callbacks.figures import log_figures
 from lightning_gpufeed.callbacks.scaled_rate import ScaledRate
 from lightning_gpufeed.callbacks.set_aside import WhenSetAside
 from lightning_gpufeed.callbacks.trainer_epoch import (
@@ -217,7 +218,7 @@ class BatchEcho(Callback):
         strategy = trainer.strategy
         own_process, own_to_device = strategy.process_dataloader, strategy.batch_to_device
         armed: list[Any] = []
-        setup = WatchSetup(trainer, session.start_over)
+        setup = WatchSetup(trainer, session.start_over, lambda: session.extra_steps)
 
         def process_dataloader(loader: object) -> object:
             loader = own_process(loader)
@@ -348,8 +349,7 @@ class BatchEcho(Callback):
         report = session.report(trainer.current_epoch, elapsed)
         self.reports.append(report)
         rank_zero_info(str(report))
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics(report.to_metrics(), step=trainer.global_step)
+        log_figures(trainer, report.to_metrics(), "BatchEcho")
         session.finish_epoch()
 
     # Where to continue -----------------------------------------------------------------------------------

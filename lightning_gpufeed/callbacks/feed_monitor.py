@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_gpufeed.callbacks.figures import log_figures
 from lightning_gpufeed.callbacks.loader_facts import (
     cached_files,
     describe_loader,
@@ -272,11 +273,9 @@ class FeedMonitor(Callback):
         so_far = f", after {counters.steps.num_steps:,} steps" if is_interim else ""
         rank_zero_info(f"FeedMonitor, epoch {counters.epoch}{so_far}: {text}")
         self.records.append(EpochRecord(counters, verdict, is_interim=is_interim, line=text))
-        for logger in trainer.loggers:
-            try:
-                logger.log_metrics(metrics_of(counters, verdict), step=trainer.global_step)
-            except Exception as error:  # a training does not end for the figures of its monitor
-                rank_zero_warn(f"FeedMonitor: {type(logger).__name__} did not take its figures ({error}).")
+        monitors = [one for one in self._callbacks_of(trainer) if isinstance(one, FeedMonitor)]
+        if not monitors or monitors[0] is self:  # of two, which say the same, one is enough
+            log_figures(trainer, metrics_of(counters, verdict), "FeedMonitor")
         if self._has_table and not is_interim:
             try:
                 print_table(self.records)
@@ -288,6 +287,11 @@ class FeedMonitor(Callback):
                 write_page(self._report_path, self.records)
             except OSError as error:  # a training does not end for a page
                 rank_zero_warn(f"FeedMonitor: {self._report_path} could not be written ({error}).")
+
+    @staticmethod
+    def _callbacks_of(trainer: Trainer) -> list[Any]:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
 
     # Ending ----------------------------------------------------------------------------------------------
 

@@ -121,6 +121,16 @@ def lengthen_epoch(trainer: Trainer, num_steps: int) -> None:
         bar.progress.update(bar.train_progress_bar_id, total=bar.total_train_batches)
 
 
+def _limit_usual_steps(trainer: Trainer, extra_steps: int) -> None:
+    """Where an epoch is limited to a share of it, take that of its usual steps, and all that a resumed one has more."""
+    combined: Any = trainer.fit_loop._combined_loader
+    if combined is None or not extra_steps or not is_limited(trainer) or absolute_limit(trainer) is not None:
+        return
+    for number, loader in enumerate(combined.flattened):
+        combined._limits[number] = int((len(loader) - extra_steps) * trainer.limit_train_batches) + extra_steps
+    lengthen_epoch(trainer, 0)
+
+
 def obstacle_to_echo(trainer: Trainer, module: LightningModule) -> str | None:
     """Why batches cannot be used again on the device; None if they can."""
     if takes_iterator(module):
@@ -221,14 +231,18 @@ class HookOncePerBatch:
 class WatchSetup:
     """Knows whether the Trainer is setting up its training loader, and not another one."""
 
-    def __init__(self, trainer: Trainer, on_begin: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: Trainer, on_begin: Callable[[], None], extra_steps: Callable[[], int] = lambda: 0
+    ) -> None:
         """Begin to watch.
 
         Args:
             trainer: A Trainer.
             on_begin: Called before it asks for a new loader.
+            extra_steps: Called when it has one: steps of a resumed epoch beyond its usual length, which lengths count.
         """
         self.is_on = False
+        self._trainer, self._extra_steps = trainer, extra_steps
         self._loop = trainer.fit_loop
         self._own = trainer.fit_loop.setup_data
         self._on_begin = on_begin
@@ -236,13 +250,16 @@ class WatchSetup:
 
     def __call__(self) -> None:
         """Set up."""
-        if self._loop._combined_loader is None or self._loop._should_reload_train_dl:
+        is_new = self._loop._combined_loader is None or self._loop._should_reload_train_dl
+        if is_new:
             self._on_begin()
         self.is_on = True
         try:
             self._own()
         finally:
             self.is_on = False
+        if is_new:
+            _limit_usual_steps(self._trainer, self._extra_steps())
 
     def remove(self) -> None:
         """Give the loop its own method back."""

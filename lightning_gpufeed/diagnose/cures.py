@@ -367,7 +367,9 @@ def _fewer_hooks(counters: EpochCounters, model: LoadModel) -> Cure | None:
 def _even_ranks(counters: EpochCounters, model: LoadModel) -> Cure | None:
     steps = counters.steps
     seconds = shares.sync_share(counters, ()) * steps.step_seconds
-    action = "gradients on the wire: accumulate_grad_batches, larger batches per rank, bf16 gradients, or a faster link"
+    action = (
+        "fewer or smaller messages: larger batches per rank, accumulate_grad_batches, bf16 gradients; a faster link"
+    )
     return model.cure_by_step("fewer synchronisations", action, (0.5 * seconds, 0.0, seconds))
 
 

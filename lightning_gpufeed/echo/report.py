@@ -68,8 +68,9 @@ class EchoReport:
             "fresh_batches": float(self.num_fetches),
             "echoed_steps": float(self.num_echo_steps),
             "factor": self.echo_factor,
-            "load_ratio": self.load_ratio,
-            "free_share": self.free_share,
+            # A bound is no measurement: a loader that was never waited for may be much faster.
+            "load_ratio": None if self.is_bound else self.load_ratio,
+            "free_share": None if self.is_bound else self.free_share,
             "wait_share": self.wait_share,
         }
         return {f"gpufeed/echo/{name}": value for name, value in metrics.items() if value is not None}
@@ -81,10 +82,11 @@ class EchoReport:
             f"echo factor {_short(self.echo_factor)}"
         ]
         ratio = self.load_ratio
+        most = "at most " if self.is_bound else ""
         if ratio is not None:
             parts.append(
-                f"loader {_duration(self.load_seconds)} a batch, steps {_duration(self.pass_seconds)}: "
-                f"R = {'at most ' if self.is_bound else ''}{_short(ratio)}"
+                f"loader {most}{_duration(self.load_seconds)} a batch, steps {_duration(self.pass_seconds)}: "
+                f"R = {most}{_short(ratio)}"
             )
         free = self.free_share
         if free is not None and ratio is not None:

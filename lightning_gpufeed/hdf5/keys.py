@@ -40,7 +40,27 @@ _SPLIT_WORDS: dict[str, Split] = {
     "testing": "test",
     "predict": "predict",
 }
-_MARKER_WORDS = {"is", "in", "split", "mask", "flag", "flags", "idx", "ids", "index", "indices", "fold"}
+_MARKER_WORDS = frozenset(
+    [
+        "is",
+        "in",
+        "split",
+        "splits",
+        "subset",
+        "subsets",
+        "partition",
+        "partitions",
+        "mask",
+        "flag",
+        "flags",
+        "idx",
+        "ids",
+        "index",
+        "indices",
+        "fold",
+        "folds",
+    ]
+)
 _ONE_PER_SAMPLE = 16
 
 _IMAGE_WORDS = ("images", "image", "imgs", "img", "x", "data", "inputs", "input", "features", "pixels")

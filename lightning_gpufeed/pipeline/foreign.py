@@ -60,8 +60,8 @@ def _refuse(arguments: Any, name: str) -> NoReturn:
     place = getattr(tensor, _PLACE, f"a tensor of shape {tuple(tensor.shape)}, of a layer of another rank")
     raise ScheduleError(
         f"{name} needs the values of {place}, which this rank of the pipeline does not have. Only the layers' own "
-        "forward and the optimizer may use them. Leave this out, do it before the training starts or after it has "
-        "ended, or take the values out of a checkpoint."
+        "forward and the optimizer may use them. Leave this out, do it before the training starts (in setup) or after "
+        "it has ended (in on_fit_end), or take the values out of a checkpoint."
     )
 
 

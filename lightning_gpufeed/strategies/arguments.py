@@ -9,21 +9,34 @@ from typing import Any
 from lightning_gpufeed.pipeline.plan import PipelineOptions
 from lightning_gpufeed.sync.candidates import PlanOptions
 
-__all__ = ["check_others", "check_verify_every", "pipeline_options"]
+__all__ = ["check_arguments", "pipeline_options"]
 
 _WITHOUT_MEANING = {"static_graph", "gradient_as_bucket_view"}
 """Arguments of DistributedDataParallel that change nothing here: both are so by themselves."""
 
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
-def check_others(names: Collection[str]) -> None:
-    """Make sure that no argument is passed over in silence.
+
+def check_arguments(others: Collection[str], verify_every: Any, start_method: Any) -> None:
+    """Make sure that no argument is passed over in silence, and that values are what they may be.
 
     Args:
-        names: Of arguments that the strategy does not have itself.
+        others: Names of arguments that the strategy does not have itself.
+        verify_every: As given.
+        start_method: As given.
 
     Raises:
-        ValueError: One is of `DDPStrategy`, and has no place here.
+        ValueError: An argument is of `DDPStrategy`, and has no place here; or a value is wrong.
     """
+    _check_others(others)
+    if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
+        raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
+    if start_method not in _START_METHODS:
+        raise ValueError(f"start_method is {start_method!r}; expected {', '.join(map(repr, _START_METHODS))}.")
+
+
+def _check_others(names: Collection[str]) -> None:
+    """None is passed over in silence."""
     if "bucket_cap_mb" in names:
         raise ValueError("bucket_cap_mb is given; expected bucket_bytes, in bytes, or 'auto'.")
     refused = sorted(set(names) - _WITHOUT_MEANING)
@@ -32,19 +45,6 @@ def check_others(names: Collection[str]) -> None:
             f"{', '.join(refused)}: gradients are reduced without DistributedDataParallel here, so there is no "
             "place for it. Expected the arguments of OutOfOrderStrategy; DDPStrategy takes the others."
         )
-
-
-def check_verify_every(verify_every: Any) -> None:
-    """Make sure that it is a number of steps.
-
-    Args:
-        verify_every: As given.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
-        raise ValueError(f"verify_every is {verify_every!r}; expected a whole number from 0 on.")
 
 
 def pipeline_options(

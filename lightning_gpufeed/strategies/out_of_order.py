@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_gpufeed.pipeline.plan import PipelineOptions
 from lightning_gpufeed.pipeline.schedule import Schedule
-from lightning_gpufeed.strategies.arguments import check_others, check_verify_every, pipeline_options
+from lightning_gpufeed.strategies.arguments import check_arguments, pipeline_options
 from lightning_gpufeed.strategies.figures import log_figures
 from lightning_gpufeed.strategies.gate import raw, why_not_overlap
 from lightning_gpufeed.strategies.verify import StepVerifier
@@ -137,8 +137,7 @@ class OutOfOrderStrategy(DDPStrategy):
             ValueError: A value is out of range, or an argument of `DDPStrategy` has no place here.
         """
         self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes)
-        check_others(kwargs)
-        check_verify_every(verify_every)
+        check_arguments(kwargs, verify_every, start_method)
         asked = PipelineOptions(
             pipeline_size, num_microbatches, schedule, layers_per_stage, memory_cap_bytes, activation_checkpointing
         )

@@ -132,6 +132,8 @@ def test_a_loader_that_was_never_waited_for_is_known_to_a_bound_only():
     assert "R = at most 0.1" in text
     assert "at most 0% of the echo was free" in text
     assert "all of the echo was free" not in text
+    assert "loader at most 10 ms a batch" in text
+    assert FAST_LOADER.to_metrics().keys().isdisjoint({"gpufeed/echo/load_ratio", "gpufeed/echo/free_share"})
 
 
 def test_echoes_by_need_are_not_blamed():

@@ -51,6 +51,8 @@ def roles(found: list[ArrayInfo]) -> tuple[str, str | None]:
         ("latest_images", None, "latest_images"),  # holds the letters, not the word
         ("trainable", None, "trainable"),
         ("contest/x", None, "contest/x"),
+        ("splits/train", None, "splits/train"),  # which samples, and none of them
+        ("folds/val", None, "folds/val"),
     ],
 )
 def test_a_split_is_a_word_of_the_key(key, split, field):

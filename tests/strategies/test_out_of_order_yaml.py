@@ -112,6 +112,7 @@ def test_arguments_of_ddp_without_meaning_here_are_taken_and_others_reach_ddp():
         ({"reverse_first_k": -1}, r"reverse_first_k is -1; expected a whole number from 0 on, or 'auto'"),
         ({"reverse_first_k": "all"}, r"reverse_first_k is 'all'; expected a whole number from 0 on, or 'auto'"),
         ({"cross_iteration": 1}, r"cross_iteration is 1; expected True, False or 'auto'"),
+        ({"start_method": "foo"}, r"start_method is 'foo'; expected 'popen', 'spawn', 'fork', 'forkserver'"),
         ({"bucket_bytes": 0}, r"bucket_bytes is 0; expected a whole number from 1 on, or 'auto'"),
         (
             {"memory_cap_bytes": 1.5},
