@@ -367,9 +367,7 @@ def _fewer_hooks(counters: EpochCounters, model: LoadModel) -> Cure | None:
 def _even_ranks(counters: EpochCounters, model: LoadModel) -> Cure | None:
     steps = counters.steps
     seconds = shares.sync_share(counters, ()) * steps.step_seconds
-    action = (
-        "fewer or smaller messages: larger batches per rank, accumulate_grad_batches, bf16 gradients; a faster link"
-    )
+    action = "smaller or fewer messages: larger batches per rank, accumulate_grad_batches, bf16 gradients, faster links"
     return model.cure_by_step("fewer synchronisations", action, (0.5 * seconds, 0.0, seconds))
 
 

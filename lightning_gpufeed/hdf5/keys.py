@@ -40,27 +40,9 @@ _SPLIT_WORDS: dict[str, Split] = {
     "testing": "test",
     "predict": "predict",
 }
-_MARKER_WORDS = frozenset(
-    [
-        "is",
-        "in",
-        "split",
-        "splits",
-        "subset",
-        "subsets",
-        "partition",
-        "partitions",
-        "mask",
-        "flag",
-        "flags",
-        "idx",
-        "ids",
-        "index",
-        "indices",
-        "fold",
-        "folds",
-    ]
-)
+_MARKER_WORDS = {"is", "in", "mask", "flag", "flags", "idx", "ids", "index", "indices", "fold", "folds"} | {
+    f"{word}{s}" for word in ("split", "subset", "partition") for s in ("", "s")
+}
 _ONE_PER_SAMPLE = 16
 
 _IMAGE_WORDS = ("images", "image", "imgs", "img", "x", "data", "inputs", "input", "features", "pixels")
