@@ -355,11 +355,11 @@ class OOMRecovery(Callback):
         plan = self._plans["fit"]
         if self._shrinker is None or plan.num_microbatches <= plan.fewest:
             return
-        obstacle = self._shrinker.obstacle()
-        if obstacle is not None:
+        factor = plan.num_microbatches // plan.fewest
+        if (obstacle := self._shrinker.obstacle(factor)) is not None:
             self._announcer.note(f"the batch size stays, and batches are split: {obstacle}")
             return
-        rank_zero_info(f"OOMRecovery: {self._shrinker.shrink(plan.num_microbatches // plan.fewest)}.")
+        rank_zero_info(f"OOMRecovery: {self._shrinker.shrink(factor)}.")
         self._shrunk_batch_size = self._shrinker.batch_size
         plan.start_over()
 

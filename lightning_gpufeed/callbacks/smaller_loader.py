@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import PolynomialLR
 
+from lightning_gpufeed.callbacks.batch_echo import BatchEcho
 from lightning_gpufeed.callbacks.trainer_step import loader_samples
 
 __all__ = ["LoaderShrinker"]
@@ -88,8 +89,20 @@ class LoaderShrinker:
         """As it is now."""
         return int(self._size())
 
-    def obstacle(self) -> str | None:
-        """Why the size cannot be changed now; None if it can."""
+    def obstacle(self, factor: int) -> str | None:
+        """Why the size cannot be changed now.
+
+        Args:
+            factor: The batch is to be divided by it.
+
+        Returns:
+            None if it can.
+        """
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        smaller = max(1, self.batch_size // factor)
+        for echo in callbacks:
+            if isinstance(echo, BatchEcho) and echo.num_splits > smaller:
+                return f"BatchEcho cuts each batch into {echo.num_splits} pieces, and it would have {smaller} samples"
         found = loader_samples(self._trainer)
         if found != self.batch_size:
             has = "it does not say its own" if found is None else f"it has {found}"

@@ -499,6 +499,7 @@ def one_cycle() -> Observed:
         pytest.param(replayed(scale_lr="inverse"), one_cycle, {}, id="replayed, one cycle, scaled"),
         pytest.param(replayed(2), Observed, {"val_check_interval": 0.5}, id="replayed, validation by shares"),
         pytest.param(replayed(2), Observed, {"val_check_interval": 3}, id="replayed, validation in an echo"),
+        pytest.param(replayed(), Observed, {"limit_train_batches": 0.5}, id="replayed, half an epoch and its echoes"),
         pytest.param(replayed(2), one_cycle, {"accumulate_grad_batches": 2}, id="replayed, gradients"),
     ],
 )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpufeed import H5DataModule, OOMRecovery
+from lightning_gpufeed import BatchEcho, H5DataModule, OOMRecovery
 from tests.callbacks.oom_models import out_of_memory
 from tests.datamodules.models import every_checkpoint, make_trainer, same_bits, state_of, write_images
 from tests.doubles import KeptDict, KeptList
@@ -166,6 +166,16 @@ def test_epochs_after_it_have_the_order_of_a_file_read_in_that_size_from_the_sta
     plain, _ = fit(None, of_file(h5_path, 4))
     assert ours.samples == plain.samples
     assert ours.steps[4:] == plain.steps[8:]
+
+
+def test_batches_never_get_smaller_than_the_pieces_that_echoes_cut_them_into(caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        echo = BatchEcho(1, num_splits=3, scale_lr="keep", read_ahead=False)
+        model = Numbered(limit=1)
+        make_trainer(callbacks=[echo, shrinking()], max_epochs=3).fit(model, datamodule=Plain())
+    assert "BatchEcho cuts each batch into 3 pieces, and it would have 2 samples" in caplog.text
+    assert sorted(model.sizes[1][:3]) == [2, 3, 3]  # a batch of 8; later one of 4 may do
+    assert [sum(sizes) for sizes in model.sizes] == [NUM_SAMPLES] * 3
 
 
 def test_nothing_changes_as_long_as_all_fits(h5_path: Path) -> None:
