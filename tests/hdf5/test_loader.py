@@ -911,7 +911,7 @@ OVERHEAD = 4 << 20  # the thread's stack and heap, and what Python itself takes
 @pytest.mark.parametrize(
     ("case", "bound", "drift"),
     [
-        ("memory", BUFFERS + OVERHEAD, 4 << 20),  # the first epoch may have done with one buffer less
+        ("memory", BUFFERS + OVERHEAD, 4 << 20),
         # The cache besides, and HDF5 keeps a chunk as it is stored and as it is decoded, on the heap of each thread.
         ("memory, compressed", BUFFERS + (8 << 20) + 2 * OVERHEAD, 8 << 20),
     ],
@@ -920,7 +920,8 @@ def test_memory_is_bounded_by_the_ring_and_flat_over_epochs(ended, case, bound, 
     assert ended[case].code == 0, ended[case].text
     grown = [int(number) for number in ended[case].text.split()]
     assert max(grown) < bound < 64 << 20  # the file has 64 MiB
-    assert grown[4] - grown[0] < drift
+    # One of the first two may have done with a buffer less, or with less of the heap.
+    assert grown[4] - max(grown[:2]) < drift
 
 
 @pytest.mark.parametrize("case", ["truncated", "truncated, through HDF5"])

@@ -21,7 +21,12 @@ from tests.datamodules.models import make_trainer, state_of
 from tests.doubles import free_port, run_ranks
 from tests.strategies.sync_models import Batches, Net
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+    # torch 2.11, where what a rank has saved of a sparse tensor is read.
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+]
 
 WORKER = Path(__file__).with_name("sync_rank_worker.py")
 LIMIT_SECONDS = 240
