@@ -80,7 +80,14 @@ CELLS: dict[tuple[str, int], str] = {
     if expected is not None
 }
 TRAINED = [cell for cell, expected in CELLS.items() if expected in (BITWISE, ROUNDING)]
-RESUMED = [cell for cell in TRAINED if cell[1] < 4 or len(cell[0].split()) != 2]  # on four ranks no pairs
+# Of pairs those on one rank, and those with a pipeline on two; on four ranks what a strategy of ours is part of.
+RESUMED = [
+    (parts, num_ranks)
+    for parts, num_ranks in TRAINED
+    if num_ranks == 1
+    or (num_ranks == 2 and (len(parts.split()) != 2 or "P" in parts))
+    or (num_ranks == 4 and len(parts.split()) != 2 and {"S", "P"} & set(parts.split()))
+]
 REFUSED = [cell for cell in CELLS if cell not in TRAINED]
 # Other ways to have some of them together: name, number of ranks -> arguments of the worker.
 TRACE = {"0": [2, 1, 3, 1, 2, 1], "1": [1, 3, 1, 1, 2, 2]}

@@ -40,9 +40,8 @@ _SPLIT_WORDS: dict[str, Split] = {
     "testing": "test",
     "predict": "predict",
 }
-_MARKER_WORDS = {"is", "in", "mask", "flag", "flags", "idx", "ids", "index", "indices", "fold", "folds"} | {
-    f"{word}{s}" for word in ("split", "subset", "partition") for s in ("", "s")
-}
+_DIVISIONS = {f"{word}{s}" for word in ("split", "fold", "subset", "partition") for s in ("", "s")}
+_MARKER_WORDS = {"is", "in", "mask", "flag", "flags", "idx", "ids", "index", "indices"} | _DIVISIONS
 _ONE_PER_SAMPLE = 16
 
 _IMAGE_WORDS = ("images", "image", "imgs", "img", "x", "data", "inputs", "input", "features", "pixels")
@@ -86,6 +85,12 @@ class ArrayInfo:
         if rest and rest <= _MARKER_WORDS:
             return None
         return next((_SPLIT_WORDS[word] for word in self.words if word in _SPLIT_WORDS), None)
+
+    @property
+    def is_division(self) -> bool:
+        """Whether it lies where samples are shared out among splits, as `splits/train`: it is no data of a split."""
+        place, *rest = self.key.strip("/").lower().split("/")
+        return place in _DIVISIONS and bool(rest) and all(word in _SPLIT_WORDS for word in self.words[1:])
 
     @property
     def field_name(self) -> str:
@@ -158,11 +163,12 @@ def group_by_split(arrays: Iterable[ArrayInfo]) -> dict[Split | None, list[Array
         arrays: Arrays of one file.
 
     Returns:
-        Split, or None for those whose name says none -> arrays.
+        Split, or None for those whose name says none -> arrays. What only says how samples are divided is left out.
     """
     groups: dict[Split | None, list[ArrayInfo]] = {}
     for array in arrays:
-        groups.setdefault(array.split, []).append(array)
+        if not array.is_division:
+            groups.setdefault(array.split, []).append(array)
     return groups
 
 

@@ -151,6 +151,22 @@ def test_an_array_whose_name_says_label_wins_over_other_numbers():
     assert roles(arrays(images=(9, 8, 8), patient=(9,), age=(9,), label=(9,))) == ("images", "label")
 
 
+@pytest.mark.parametrize(
+    ("key", "is_division"),
+    [
+        ("splits/train", True),
+        ("fold/val", True),
+        ("Splits/train_val", True),
+        ("splits/train/x", False),
+        ("splits", False),
+    ],
+)
+def test_what_says_how_samples_are_divided_is_in_no_group(key, is_division):
+    array = ArrayInfo(key, (5,), "i")
+    assert array.is_division == is_division
+    assert any(group_by_split([array]).values()) != is_division
+
+
 def test_arrays_are_grouped_by_the_split_in_their_names():
     found = arrays(x_train=(6, 2), y_train=(6,), x_test=(3, 2), list_classes=(2,))
     groups = group_by_split(found)

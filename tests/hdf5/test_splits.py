@@ -468,6 +468,13 @@ def test_samples_may_be_named_by_datasets_of_the_training_file(divided):
     assert list(splits.get("train")[0].fields) == ["x"]
 
 
+@pytest.mark.parametrize("val", [0.2, None], ids=str)
+def test_numbers_of_samples_that_nobody_asked_for_are_no_data(divided, val):
+    splits = make(divided, val=val, columns=["w_train", "w_val"])
+    assert list(splits.get("train")[0].fields) == ["mask_train", "x"]
+    assert len(samples(splits, "train")) == (8 if val else 10)
+
+
 def test_a_column_is_a_field_where_keys_name_it(divided):
     splits = make(divided, train_indices="mask_train", keys=["x", "mask_train"])
     assert list(splits.get("train")[0].fields) == ["x", "mask_train"]
