@@ -99,7 +99,7 @@ def rows(logged: list[Any]) -> list[tuple[int, dict[str, float]]]:
 
 
 class Slow(Dataset[Any]):
-    """Images of a file, opened by each worker, which takes 240 ms for a batch of four: more than the steps on a busy machine."""
+    """Images of a file, opened by each worker: 240 ms for a batch of four, longer than its steps on a busy machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
