@@ -273,8 +273,8 @@ class FeedMonitor(Callback):
         so_far = f", after {counters.steps.num_steps:,} steps" if is_interim else ""
         rank_zero_info(f"FeedMonitor, epoch {counters.epoch}{so_far}: {text}")
         self.records.append(EpochRecord(counters, verdict, is_interim=is_interim, line=text))
-        monitors = [one for one in self._callbacks_of(trainer) if isinstance(one, FeedMonitor)]
-        if not monitors or monitors[0] is self:  # of two, which say the same, one is enough
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if next((one for one in callbacks if isinstance(one, FeedMonitor)), self) is self:  # of two one is enough
             log_figures(trainer, metrics_of(counters, verdict), "FeedMonitor")
         if self._has_table and not is_interim:
             try:
@@ -287,11 +287,6 @@ class FeedMonitor(Callback):
                 write_page(self._report_path, self.records)
             except OSError as error:  # a training does not end for a page
                 rank_zero_warn(f"FeedMonitor: {self._report_path} could not be written ({error}).")
-
-    @staticmethod
-    def _callbacks_of(trainer: Trainer) -> list[Any]:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
 
     # Ending ----------------------------------------------------------------------------------------------
 

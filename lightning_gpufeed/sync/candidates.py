@@ -185,7 +185,7 @@ def plans_to_try(
     if all(plan.buckets != other.buckets or plan.backward != other.backward for other in found):
         found.append(plan)
     plans = [(_with_late(_inner(plan), layers, late), simulate(plan, full, link).step_seconds) for plan in found]
-    # A plan of late layers alone was searched as one that sends nothing, for which nobody has to wait.
+    # Where all plans take the same time, as of layers that take none, the search keeps the one that does not cross.
     return [
         Candidate(replace(plan, cross_iteration=True) if cross is True and plan.buckets else plan, seconds)
         for plan, seconds in plans

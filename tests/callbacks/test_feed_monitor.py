@@ -648,6 +648,14 @@ def test_the_table_is_printed_once_an_epoch_and_not_with_the_early_verdict(capsy
     assert str(monitor.records[-1].verdict.cause) in printed
 
 
+def test_of_two_monitors_one_tells_the_loggers():
+    logger = MemoryLogger()
+    monitors = [FeedMonitor(table=False, first_seconds=None) for _ in range(2)]
+    make_trainer(callbacks=monitors, logger=logger, max_epochs=1).fit(Counting(), samples())
+    assert [len(one.records) for one in monitors] == [1, 1]
+    assert sum("gpufeed/feed/wait_share" in figures for _, figures in logger.logged) == 1
+
+
 def test_every_logger_gets_finite_figures_under_one_prefix_at_the_steps_of_the_training():
     loggers = [MemoryLogger(), MemoryLogger()]
     monitor = quiet()

@@ -59,6 +59,13 @@ def test_every_candidate_can_be_carried_out_for_the_layers_as_they_are(
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.parametrize("late", [set(), {0}], ids=["on time", "late"])
+def test_a_plan_crosses_where_that_is_asked_for_although_nothing_is_gained(late):
+    layers = [LayerCosts("one", 0.0, 0.0, 0.0, 1)]
+    found = plans_to_try(layers, LinkCosts(0.0, float("inf")), PlanOptions("auto", True), late=late)
+    assert [(candidate.plan.cross_iteration, len(candidate.plan.buckets)) for candidate in found] == [(True, 1)]
+
+
 @settings(max_examples=50)
 @given(layers=models, link=links, options=options, late=lates)
 def test_late_layers_are_sent_last_each_in_one_message_of_its_own(layers, link, options, late):
