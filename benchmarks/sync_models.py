@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpufeed.backprop.kernels import Kernels, register_kernels
 from lightning_gpufeed.sync.candidates import PlanOptions
+from lightning_gpufeed.sync.clipped_session import ClippedGradientSync
 from lightning_gpufeed.sync.ranks import Ranks
-from lightning_gpufeed.sync.session import GradientSync
 
 TIMEOUT = timedelta(seconds=120)
 NO_CLIPPING = 1e9
@@ -291,10 +291,10 @@ class OurArm(Arm):
     def __init__(self, task: Task, is_clipped: bool, ranks: Ranks, options: PlanOptions) -> None:
         super().__init__(task, is_clipped)
         self.messages: list[str] = []
-        self.sync = GradientSync(
+        self.sync = ClippedGradientSync(
             self.model, ranks, options, on_message=lambda text, figures=None: self.messages.append(text)
         )
-        self.sync.can_cross = not is_clipped
+        self.sync.can_cross, self.sync.needs_norm = options.overlap_clipping or not is_clipped, is_clipped
 
     def step(self) -> None:
         sync = self.sync
@@ -304,10 +304,9 @@ class OurArm(Arm):
         sync.backward_begins()
         loss.backward()
         sync.backward_ends()
-        if self.is_clipped:
-            self.update()
-        else:
-            sync.step(self.optimizer)
+        if self.is_clipped and not sync.clip(self.optimizer, NO_CLIPPING):
+            nn.utils.clip_grad_norm_(self.model.parameters(), NO_CLIPPING)
+        sync.step(self.optimizer)
         self.num_steps += 1
 
     def finish(self) -> None:
@@ -338,6 +337,7 @@ class OurArm(Arm):
             pieces = [f"{n}{'' if end - begin == sizes[n] else '*'}" for n, begin, end in bucket]
             buckets.append("+".join(pieces))
         when = "next forward" if plan.cross_iteration else "after all"
+        when += ", after the norm" if plan.is_scattered else ""
         waits = " ".join(map(str, plan.backward)) if plan.deferred else "nothing waits"
         return f"update: {when}; backward: {waits}; sent: {' '.join(buckets)}" + (
             " (*: part of one)" if any("*" in bucket for bucket in buckets) else ""

@@ -278,7 +278,12 @@ def test_what_a_strategy_logs_comes_with_its_line(ranks):
     given, _ = ranks["sync, given"]
     assert rows(given["logged"])[0] == (
         1,
-        {"gpufeed/sync/num_deferred": 2, "gpufeed/sync/num_messages": 4, "gpufeed/sync/is_cross_iteration": 1},
+        {
+            "gpufeed/sync/num_deferred": 2,
+            "gpufeed/sync/num_messages": 4,
+            "gpufeed/sync/is_cross_iteration": 1,
+            "gpufeed/sync/is_scattered": 0,
+        },
     )
     [(step, peak)] = rows(given["logged"])[1:]
     assert step == given["global_step"] == 4

@@ -75,10 +75,10 @@ def pipeline_options(
                 "none of them."
             )
         return None
-    if (sync.reverse_first_k, sync.cross_iteration, sync.bucket_bytes) != ("auto", "auto", "auto") or verify_every:
+    if sync != PlanOptions(memory_cap_bytes=sync.memory_cap_bytes) or verify_every:
         raise ValueError(
-            f"reverse_first_k, cross_iteration, bucket_bytes and verify_every are of data parallel training, and "
-            f"pipeline_size is {options.pipeline_size}; expected them left out. In a pipeline each stage's gradients "
-            "are reduced as soon as they are complete."
+            f"reverse_first_k, cross_iteration, bucket_bytes, overlap_clipping and verify_every are of data parallel "
+            f"training, and pipeline_size is {options.pipeline_size}; expected them left out. In a pipeline each "
+            "stage's gradients are reduced as soon as they are complete."
         )
     return options

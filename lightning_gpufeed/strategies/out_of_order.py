@@ -22,12 +22,13 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_gpufeed.pipeline.plan import PipelineOptions
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.strategies.arguments import check_arguments, pipeline_options
+from lightning_gpufeed.strategies.clipping import clipped_on_arrival
 from lightning_gpufeed.strategies.figures import log_figures
-from lightning_gpufeed.strategies.gate import raw, why_not_overlap
+from lightning_gpufeed.strategies.gate import needs_norm, raw, why_not_overlap
 from lightning_gpufeed.strategies.verify import StepVerifier
 from lightning_gpufeed.sync.candidates import PlanOptions
+from lightning_gpufeed.sync.clipped_session import ClippedGradientSync
 from lightning_gpufeed.sync.ranks import Ranks
-from lightning_gpufeed.sync.session import GradientSync
 
 __all__ = ["OutOfOrderStrategy"]
 
@@ -58,9 +59,9 @@ class OutOfOrderStrategy(DDPStrategy):
     state, logged values, checkpoints, whoever reads them: a parameter with a gradient or an update on its way waits for
     it before it is used in any way. With more ranks sums are rounded in another order.
 
-    What cannot be taken apart is not: with clipping, 16-mixed, manual optimization, several optimizers, optimizers
-    other than torch's own that treat each parameter by itself, or hooks on the optimizer's step, all gradients are
-    waited for at the end of backward, and the reason is logged once.
+    What cannot be taken apart is not: with clipping by norm (but for `overlap_clipping`), 16-mixed, manual
+    optimization, several optimizers, optimizers other than torch's own that treat each parameter by itself, or hooks on
+    the optimizer's step, all gradients are waited for at the end of backward, and the reason is logged once.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -90,6 +91,7 @@ class OutOfOrderStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         *,
+        overlap_clipping: bool = False,
         pipeline_size: int = 1,
         num_microbatches: int | None = None,
         pipeline_module: str | None = None,
@@ -122,6 +124,8 @@ class OutOfOrderStrategy(DDPStrategy):
             process_group_backend: Backend of `torch.distributed`, such as "nccl" or "gloo"; None: by the device.
             timeout: How long a rank waits for the others before it fails; in YAML "0:30:00".
             start_method: How the other ranks of this machine are started.
+            overlap_clipping: Whether a step with clipping by norm may be taken in the next forward too, where that is
+                measured to be faster. Gradients are summed in two halves, and the norm in another order: equal to 1e-6.
             pipeline_size: Ranks that share a model. From 2 on this is a `PipelineStrategy`, which says what that is.
             num_microbatches: How many a batch is cut into in a pipeline; None for four for each rank of it.
             pipeline_module: Name of the `nn.Sequential` to share out, or of a method that returns layers in order,
@@ -136,7 +140,7 @@ class OutOfOrderStrategy(DDPStrategy):
         Raises:
             ValueError: A value is out of range, or an argument of `DDPStrategy` has no place here.
         """
-        self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes)
+        self._options = PlanOptions(reverse_first_k, cross_iteration, bucket_bytes, memory_cap_bytes, overlap_clipping)
         check_arguments(kwargs, verify_every, start_method)
         asked = PipelineOptions(
             pipeline_size, num_microbatches, schedule, layers_per_stage, memory_cap_bytes, activation_checkpointing
@@ -164,14 +168,14 @@ class OutOfOrderStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._sync: GradientSync | None = None
+        self._sync: ClippedGradientSync | None = None
         self._verifier: StepVerifier | None = None
         self._trainer: Trainer | None = None
         self._has_failed = False
         self._said: set[str] = set()
 
     @property
-    def gradient_sync(self) -> GradientSync | None:
+    def gradient_sync(self) -> ClippedGradientSync | None:
         """What keeps the ranks equal, with its plan and its measurements; None unless in `fit`."""
         return self._sync
 
@@ -197,7 +201,7 @@ class OutOfOrderStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Make all ranks start equal, and watch the module from now on."""
         assert self.lightning_module is not None
-        self._sync = GradientSync(
+        self._sync = ClippedGradientSync(
             self.lightning_module,
             Ranks(self._timeout, self.root_device),
             self._options,
@@ -243,15 +247,7 @@ class OutOfOrderStrategy(DDPStrategy):
         return self._verifier.forward(partial(super().training_step, *args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, from rank 0's buffers if it is part of a training.
-
-        Args:
-            *args: Of the module's.
-            **kwargs: Likewise.
-
-        Returns:
-            What the module's gives.
-        """
+        """The module's, from rank 0's buffers if it is part of a training."""
         if self._sync is not None:
             self._sync.forward_begins()
         return super().validation_step(*args, **kwargs)
@@ -318,17 +314,19 @@ class OutOfOrderStrategy(DDPStrategy):
         assert isinstance(module, LightningModule)
         assert self._trainer is not None
         reason = f"its step was given {', '.join(kwargs)}" if kwargs else None
-        reason = reason or why_not_overlap(self._trainer, module, raw(optimizer))
-        self._sync.can_cross = reason is None
+        is_norm_known = self._options.overlap_clipping
+        reason = reason or why_not_overlap(self._trainer, module, raw(optimizer), is_norm_known=is_norm_known)
+        self._sync.can_cross, self._sync.needs_norm = reason is None, needs_norm(self._trainer, module)
         self._num_steps += 1
-        if reason is not None:
-            self._say(f"each step waits for all gradients, because {reason}.")
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-            if self._verifier is not None:
-                self._verifier.step_is_plain()
-            return result
-        result = closure()
-        self.precision_plugin._after_closure(module, optimizer)
+        with clipped_on_arrival(self.precision_plugin, self._sync):
+            if reason is not None:
+                self._say(f"each step waits for all gradients, because {reason}.")
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
+                if self._verifier is not None:
+                    self._verifier.step_is_plain()
+                return result
+            result = closure()
+            self.precision_plugin._after_closure(module, optimizer)
         if self._verifier is not None and self._verifier.is_at_work:
             self._verifier.step(raw(optimizer))
         self._sync.step(raw(optimizer))

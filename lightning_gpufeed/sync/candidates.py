@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_gpufeed.sync.costs import LayerCosts, LinkCosts
 from lightning_gpufeed.sync.plan import Action, Bucket, Piece, SyncPlan, conventional, reverse_first_k
+from lightning_gpufeed.sync.scattered import search_scattered
 from lightning_gpufeed.sync.search import search
 from lightning_gpufeed.sync.simulate import simulate
 
@@ -17,6 +18,8 @@ USUAL_BUCKET_BYTES = 25 << 20
 """Of `DistributedDataParallel`."""
 _FIRST_BUCKET_BYTES = 1 << 20
 _FINE_BUCKET_BYTES = (1 << 20, 4 << 20)
+_MIN_GAIN = 0.01
+"""Share of a step below which a predicted gain is none."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,14 @@ class PlanOptions:
         cross_iteration: Whether the next forward starts before all gradients have arrived.
         bucket_bytes: Least size of a message, but for the last ones.
         memory_cap_bytes: Most that weight gradients that wait may keep alive; None for no limit.
+        overlap_clipping: Whether a step that needs the norm of all gradients may cross.
     """
 
     reverse_first_k: int | Literal["auto"] = "auto"
     cross_iteration: bool | Literal["auto"] = "auto"
     bucket_bytes: int | Literal["auto"] = "auto"
     memory_cap_bytes: int | None = None
+    overlap_clipping: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -45,6 +50,8 @@ class PlanOptions:
         _check_count("bucket_bytes", self.bucket_bytes, 1)
         if not isinstance(self.cross_iteration, bool) and self.cross_iteration != "auto":
             raise ValueError(f"cross_iteration is {self.cross_iteration!r}; expected True, False or 'auto'.")
+        if not isinstance(self.overlap_clipping, bool):
+            raise ValueError(f"overlap_clipping is {self.overlap_clipping!r}; expected True or False.")
         if self.memory_cap_bytes is not None:
             _check_count("memory_cap_bytes", self.memory_cap_bytes, 0, "None for no limit")
 
@@ -111,13 +118,16 @@ def _like_ddp(layers: Sequence[LayerCosts]) -> SyncPlan:
     return replace(plan, buckets=tuple(map(tuple, buckets)))
 
 
-def given_plan(layers: Sequence[LayerCosts], options: PlanOptions, late: Collection[int] = ()) -> SyncPlan:
+def given_plan(
+    layers: Sequence[LayerCosts], options: PlanOptions, late: Collection[int] = (), *, is_scattered: bool = False
+) -> SyncPlan:
     """The plan that options without "auto" say.
 
     Args:
         layers: In forward order. Seconds do not matter.
         options: All given.
         late: Layers whose gradients are sent when backward has ended.
+        is_scattered: Whether a plan that crosses has to know the norm of all gradients.
 
     Returns:
         The plan.
@@ -126,6 +136,7 @@ def given_plan(layers: Sequence[LayerCosts], options: PlanOptions, late: Collect
     assert isinstance(options.bucket_bytes, int)
     k = min(options.reverse_first_k, len(layers))  # some may be frozen
     plan = reverse_first_k(_on_time(layers, late), k, options.bucket_bytes, options.cross_iteration is True)
+    plan = replace(plan, is_scattered=is_scattered and plan.cross_iteration)
     return _with_late(plan, layers, late)
 
 
@@ -137,6 +148,7 @@ def plans_to_try(
     other_seconds: float = 0.0,
     is_accumulating: bool = False,
     late: Collection[int] = (),
+    is_scattered: bool = False,
 ) -> list[Candidate]:
     """What to measure on real steps.
 
@@ -148,6 +160,7 @@ def plans_to_try(
         is_accumulating: Whether that is mostly earlier microbatches, which come after the first forward, rather than
             what comes before it.
         late: Layers whose gradients are sent when backward has ended.
+        is_scattered: Whether a plan that crosses has to know the norm of all gradients.
 
     Returns:
         What `DistributedDataParallel` would do comes first, unless the options exclude it; the best plan is last.
@@ -168,21 +181,31 @@ def plans_to_try(
         best_usual = min(usual, key=lambda plan: simulate(plan, full, link).step_seconds)
         if best_usual.buckets != usual[0].buckets:
             found.append(best_usual)
-    if k == "auto":
+    if is_scattered and cross is not False:
+        plan = search_scattered(
+            full,
+            link,
+            memory_cap_bytes=options.memory_cap_bytes,
+            bucket_bytes=size,
+            reverse_first=k if k == "auto" else min(k, len(layers)) + 1,
+        )
+        if found and not _is_faster(plan, best_usual, full, link):
+            plan = best_usual
+    elif k == "auto":
         plan = search(
             full,
             link,
             memory_cap_bytes=options.memory_cap_bytes,
             bucket_bytes=size,
             cross_iteration=cross is not False,
-            min_gain=-1.0 if cross is True else 0.01,
+            min_gain=-1.0 if cross is True else _MIN_GAIN,
         )
     else:
         total = sum(layer.gradient_bytes for layer in full) or 1
         sizes = (size,) if isinstance(size, int) else tuple(max(1, total >> halvings) for halvings in range(8))
         reversed_plans = [reverse_first_k(full, min(k, len(layers)) + 1, one, cross is not False) for one in sizes]
         plan = min(reversed_plans, key=lambda one: simulate(one, full, link).step_seconds)
-    if all(plan.buckets != other.buckets or plan.backward != other.backward for other in found):
+    if plan.is_scattered or all((plan.buckets, plan.backward) != (other.buckets, other.backward) for other in found):
         found.append(plan)
     plans = [(_with_late(_inner(plan), layers, late), simulate(plan, full, link).step_seconds) for plan in found]
     # Where all plans take the same time, as of layers that take none, the search keeps the one that does not cross.
@@ -204,7 +227,12 @@ def _inner(plan: SyncPlan) -> SyncPlan:
     last = max(action.layer for action in plan.backward)
     actions = tuple(Action(kind, i - 1) for kind, i in plan.backward if 0 < i < last)
     buckets = tuple(tuple(Piece(i - 1, begin, end) for i, begin, end in bucket) for bucket in plan.buckets)
-    return SyncPlan(actions, buckets, plan.cross_iteration)
+    return replace(plan, backward=actions, buckets=buckets)
+
+
+def _is_faster(plan: SyncPlan, usual: SyncPlan, layers: Sequence[LayerCosts], link: LinkCosts) -> bool:
+    seconds, usual_seconds = (simulate(one, layers, link).step_seconds for one in (plan, usual))
+    return seconds * (1 + _MIN_GAIN) < usual_seconds
 
 
 def _with_late(plan: SyncPlan, layers: Sequence[LayerCosts], late: Collection[int]) -> SyncPlan:

@@ -9,6 +9,11 @@
                     device  B3 B2 I1 I0 W0 W1 | F0 F1 F2 F3         layer i waits for its own gradient only
                     link       3  2        0  1
 
+Where the norm of all gradients has to be known before the first update, each sum is made in two halves::
+
+    scattered       device  B3 B2 B1 B0          | F0 F1 F2 F3
+                    link       3  2  1  0  norm  0 1 2 3            each rank sums a part of a bucket; then parts go out
+
 Text form, for logs, YAML and other ranks: when the optimizer steps; the actions; the buckets in the order of issue,
 each with its pieces as layer:begin-end in bytes::
 
@@ -36,7 +41,7 @@ __all__ = [
     "validate",
 ]
 
-_CROSS, _BARRIER, _NOTHING = "cross", "barrier", "-"
+_CROSS, _SCATTER, _BARRIER, _NOTHING = "cross", "scatter", "barrier", "-"
 _REPLAN = "The plan is one of another model; make one for this."
 
 
@@ -94,6 +99,8 @@ class SyncPlan:
         buckets: In the order of issue. The link takes one at a time, first in, first out.
         cross_iteration: False: the optimizer steps when all buckets have arrived, as in DDP. True: a layer is updated
             right before its next forward, which waits only for that layer's pieces.
+        is_scattered: True, of a plan that crosses: in backward each rank sums a part of each bucket, then the norm is
+            known, and then parts are gathered in the order in which forward needs them.
 
     Example:
         >>> plan = SyncPlan.parse("cross; I1 I0 W0 W1; 0:0-8 1:0-4 1:4-8")
@@ -106,6 +113,12 @@ class SyncPlan:
     backward: tuple[Action, ...]
     buckets: tuple[Bucket, ...]
     cross_iteration: bool = False
+    is_scattered: bool = False
+
+    @property
+    def gathers(self) -> tuple[int, ...]:
+        """Numbers of the buckets in the order in which a scattered plan gathers them: by what forward needs first."""
+        return tuple(sorted(range(len(self.buckets)), key=lambda n: min(piece.layer for piece in self.buckets[n])))
 
     @property
     def deferred(self) -> tuple[int, ...]:
@@ -116,7 +129,8 @@ class SyncPlan:
         """The form that `parse` reads."""
         backward = " ".join(map(str, self.backward)) or _NOTHING
         buckets = " ".join("+".join(map(str, bucket)) for bucket in self.buckets) or _NOTHING
-        return f"{_CROSS if self.cross_iteration else _BARRIER}; {backward}; {buckets}"
+        when = _SCATTER if self.is_scattered else _CROSS if self.cross_iteration else _BARRIER
+        return f"{when}; {backward}; {buckets}"
 
     @classmethod
     def parse(cls, text: str) -> SyncPlan:
@@ -132,14 +146,14 @@ class SyncPlan:
             ValueError: The text is no plan.
         """
         parts = [part.split() for part in text.split(";")]
-        if len(parts) != 3 or parts[0] not in ([_CROSS], [_BARRIER]):
+        if len(parts) != 3 or parts[0] not in ([_CROSS], [_SCATTER], [_BARRIER]):
             raise ValueError(
-                f"{_short(text)} is no plan; expected '{_CROSS}' or '{_BARRIER}', the actions and the buckets, "
-                f"with ';' between, such as 'cross; B1 I0 W0; 1:0-8 0:0-8'."
+                f"{_short(text)} is no plan; expected '{_CROSS}', '{_SCATTER}' or '{_BARRIER}', the actions and the "
+                f"buckets, with ';' between, such as 'cross; B1 I0 W0; 1:0-8 0:0-8'."
             )
         actions = () if parts[1] == [_NOTHING] else tuple(_parse_action(word) for word in parts[1])
         buckets = () if parts[2] == [_NOTHING] else tuple(_parse_bucket(word) for word in parts[2])
-        return cls(actions, buckets, parts[0] == [_CROSS])
+        return cls(actions, buckets, parts[0] != [_BARRIER], parts[0] == [_SCATTER])
 
 
 def _short(text: str) -> str:
@@ -301,6 +315,8 @@ def validate(plan: SyncPlan, layers: Sequence[LayerCosts], memory_cap_bytes: int
     """
     _check_actions(plan.backward, layers)
     _check_buckets(plan.buckets, layers)
+    if plan.is_scattered and not plan.cross_iteration:
+        raise ScheduleError("The plan is scattered and does not cross; expected cross_iteration=True with it.")
     peak = peak_deferred_bytes(plan.backward, layers)
     if memory_cap_bytes is not None and peak > memory_cap_bytes:
         raise ScheduleError(

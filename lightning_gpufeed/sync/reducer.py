@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,27 @@ from lightning_gpufeed.sync.memory import GradientMemory
 from lightning_gpufeed.sync.plan import Bucket
 from lightning_gpufeed.sync.ranks import peer_lost
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "without_gradient"]
 
 leave_garbage_to_parent()
 
 _POLL_SECONDS = 0.005
+
+
+def without_gradient(names: Sequence[str]) -> str:
+    """What to raise if backward has left parameters out.
+
+    Args:
+        names: Theirs.
+
+    Returns:
+        What was expected, and what to do.
+    """
+    return (
+        f"{len(names)} parameters got no gradient on rank {distributed.get_rank()}, such as {names[0]}; expected one "
+        "for each that requires it. Set find_unused_parameters=True if parts of the model are not always used "
+        "(strategy='out_of_order_find_unused_parameters_true')."
+    )
 
 
 class Reducer:
@@ -217,13 +233,20 @@ class Reducer:
     def _issue(self) -> None:
         """Send every bucket whose turn it is."""
         while len(self._works) < len(self._full) and not self._full[len(self._works)]:
-            self._works.append([self._all_reduce(part) for part in self.memory.slices[len(self._works)]])
+            self._works.append([self._send(part) for part in self.memory.slices[len(self._works)]])
+
+    def _send(self, part: Tensor) -> Any:
+        """Begin with what makes a part of a bucket the sum over all ranks."""
+        return self._all_reduce(part)
 
     def _all_reduce(self, tensor: Tensor) -> Any:
+        return self._collective(distributed.all_reduce, tensor)
+
+    def _collective(self, call: Callable[..., Any], *tensors: Tensor) -> Any:
         if self.error is not None:
             raise self.error
         try:
-            return distributed.all_reduce(tensor, group=self._group, async_op=True)
+            return call(*tensors, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._failure("sending gradients", error) from error
 

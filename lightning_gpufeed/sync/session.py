@@ -1,20 +1,11 @@
-"""Out-of-order gradient sync for a training loop: forward, backward, step, and what crosses from one to the next.
-
-::
-
-    sync.forward_begins()      buffers as on rank 0; a new plan, if there is one
-    loss = model(x)            each parameter is updated right before it is used
-    sync.backward_begins()     what forward has not used is updated now
-    loss.backward()            gradients are sent as they come
-    sync.backward_ends()       weight gradients that waited; all gradients are on the wire
-    sync.step(optimizer)       taken as gradients arrive, or at once: the same result
-"""
+"""Out-of-order gradient sync for a training loop: forward, backward, step, and what crosses from one to the next."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -31,7 +22,7 @@ from lightning_gpufeed.sync.optimizers import PendingSteps
 from lightning_gpufeed.sync.outside import outside
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.ranks import Ranks
-from lightning_gpufeed.sync.reducer import Reducer
+from lightning_gpufeed.sync.reducer import Reducer, without_gradient
 from lightning_gpufeed.sync.tuner import Tuner
 from lightning_gpufeed.sync.usage import Usage
 
@@ -52,13 +43,13 @@ class GradientSync:
 
             sync = GradientSync(model, Ranks(timeout), PlanOptions())
             for x, y in batches:
-                sync.forward_begins()
-                loss = criterion(model(x), y)
+                sync.forward_begins()          # buffers as on rank 0; a new plan, if there is one
+                loss = criterion(model(x), y)  # each parameter is updated right before it is used
                 optimizer.zero_grad()
-                sync.backward_begins(loss)
-                loss.backward()
-                sync.backward_ends()
-                sync.step(optimizer)
+                sync.backward_begins(loss)     # what forward has not used is updated now
+                loss.backward()                # gradients are sent as they come
+                sync.backward_ends()           # weight gradients that waited; all gradients are on the wire
+                sync.step(optimizer)           # taken as gradients arrive, or at once: the same result
             sync.close()
 
     Source:
@@ -155,7 +146,8 @@ class GradientSync:
             self._options,
             self.ranks,
             can_defer=self.can_defer,
-            can_cross=lambda: self.can_cross,
+            can_cross=self._may_cross,
+            scatters=self._scatters,
             on_message=self._on_message,
         )
         self._hooks.watch(self.model)
@@ -166,16 +158,27 @@ class GradientSync:
         """Use the tuner's plan from the next forward on. Nothing is pending."""
         self.ranks.check_equal(str(self.plan), "plan")
         self._layer_of = {id(one): i for i, layer in enumerate(self.layers) for one in layer.parameters}
-        self._reducer = Reducer(
-            self.layers,
-            self.plan.buckets,
-            self.ranks.group if self.plan.cross_iteration else self.ranks.unordered_group,
+        self._reducer = self._make_reducer(
             is_late=self._tuner.late,
             sparse=sparse_parameters(self.model),
             find_unused_parameters=self._find_unused,
         )
         places = {layer.module_name: i for i, layer in enumerate(self.layers)}
         self._deferral.use(self._tuner.backward_order(), places, self._tuner.times)
+
+    def _make_reducer(self, **options: Any) -> Reducer:
+        group = self.ranks.group if self.plan.cross_iteration else self.ranks.unordered_group
+        return Reducer(self.layers, self.plan.buckets, group, **options)
+
+    def _may_cross(self) -> bool:
+        return self.can_cross
+
+    def _scatters(self) -> bool:
+        return False
+
+    def _crosses(self) -> bool:
+        """Whether the step under way is taken in the next forward."""
+        return self.plan.cross_iteration and self._may_cross() and self.can_defer
 
     def forward_begins(self) -> None:
         """A forward begins, in training or not.
@@ -191,8 +194,7 @@ class GradientSync:
         else:
             self._num_microbatches += 1
             self._deferral.open(self.is_syncing)
-            if self._tuner.times is not None:
-                self._tuner.times.note("forward")
+            self._note("forward")
             if self.can_defer and self._usage is not None and not self._usage.first_use:
                 self._awaited.hold(one for layer in self.layers for one in layer.parameters)
         if self._has_buffers and self.are_buffers_due:
@@ -211,8 +213,7 @@ class GradientSync:
             SyncError: Another rank is gone.
         """
         self.synchronize()
-        if self._tuner.times is not None:
-            self._tuner.times.note("backward")
+        self._note("backward")
         if self._usage is not None:
             self._usage.is_in_backward = True
             if loss is not None:
@@ -238,23 +239,16 @@ class GradientSync:
             return
         missing = self._reducer.end()
         if missing:
-            raise SyncError(
-                f"{len(missing)} parameters got no gradient on rank {self.ranks.rank}, such as {missing[0]}; expected "
-                "one for each that requires it. Set find_unused_parameters=True if parts of the model are not always "
-                "used (strategy='out_of_order_find_unused_parameters_true')."
-            )
+            raise SyncError(without_gradient(missing))
         self._is_step_over = True
-        times = self._tuner.times
-        if times is not None:
-            times.note("copied")
-        if self.plan.cross_iteration and self.can_cross and self.can_defer:
+        self._note("copied")
+        if self._crosses():
             for parameter in self._awaited.hold(one for layer in self.layers for one in layer.parameters):
                 self._reducer.wait(self._layer_of[id(parameter)])
         else:
             for layer in range(len(self.layers)):
                 self._reducer.wait(layer)
-        if times is not None:
-            times.note("waited")
+        self._note("waited")
 
     def step(self, optimizer: optim.Optimizer) -> None:
         """Take an optimizer's step: for each parameter as soon as its gradient is there and it is used.
@@ -267,12 +261,14 @@ class GradientSync:
             self.synchronize()
         if len(self._awaited):
             self.steps.ask(optimizer, self._awaited)
-            return
+        else:
+            self._note("update")
+            optimizer.step()
+            self._note("updated")
+
+    def _note(self, what: str) -> None:
         if self._tuner.times is not None:
-            self._tuner.times.note("update")
-        optimizer.step()
-        if self._tuner.times is not None:
-            self._tuner.times.note("updated")
+            self._tuner.times.note(what)
 
     def synchronize(self) -> None:
         """Wait for all gradients, and take all steps that were asked for. Does nothing if nothing is pending.
@@ -376,7 +372,11 @@ class GradientSync:
                 self._reducer.wait(layer)
                 chosen += self.layers[layer].parameters
         self._awaited.release(chosen)
+        self._arrived(chosen)
         self.steps.take(chosen)
+
+    def _arrived(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients are there; updates come next."""
 
     def _before_forward(self, parameters: tuple[nn.Parameter, ...]) -> None:
         if len(self._awaited):

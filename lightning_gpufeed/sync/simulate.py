@@ -11,6 +11,11 @@ counted from the end of forward, and one pass over the buckets says all about th
 A bucket ends at `max(end of the one before, its gradients are ready) + seconds of the message`. Forward can end one
 tail later at the earliest, where the tail is the forward of the bucket's first layer and of all after it; of all
 layers, if the optimizer waits for all buckets. The step lasts as long as the longest of these, or all of the compute.
+
+In a scattered plan half of each message crosses in backward, and the other half when all of backward is over and the
+norm is known::
+
+    link             | half | half | half      | norm | half 0 | half 1 | half 2 |
 """
 
 from __future__ import annotations
@@ -31,14 +36,15 @@ class Span:
 
     Attributes:
         lane: Who does it.
-        phase: "F", "I", "W", "B" on the device, "bucket" on the link.
+        phase: "F", "I", "W", "B" on the device, "bucket" on the link; in a scattered plan that is its first half, and
+            "gather" its second.
         layers: Places in forward, from 0; of a bucket, in the order of its pieces.
         begin: Seconds from the moment at which the device was done with the step before.
         end: Likewise. A bucket may begin or end after the step: it is sent during the next forward.
     """
 
     lane: Literal["device", "link"]
-    phase: Literal["F", "I", "W", "B", "bucket"]
+    phase: Literal["F", "I", "W", "B", "bucket", "gather"]
     layers: tuple[int, ...]
     begin: float
     end: float
@@ -146,18 +152,23 @@ class StepModel:
                 ready[layer] = clock
         return ready
 
-    def measure(self, ready: Sequence[float], buckets: Iterable[Bucket], is_cross: bool) -> tuple[float, float]:
+    def measure(
+        self, ready: Sequence[float], buckets: Iterable[Bucket], is_cross: bool, is_scattered: bool = False
+    ) -> tuple[float, float]:
         """How long a step takes, and how much is left to gain in it.
 
         Args:
             ready: From `ready_seconds`.
             buckets: In the order of issue.
             is_cross: Whether the next forward starts before all has arrived.
+            is_scattered: Whether it does so when the norm of all gradients is known.
 
         Returns:
             Seconds of a step; and a mean over all layers of the time at which forward can end if that layer alone holds
             it up: among plans of the same step, that with less has more to spare.
         """
+        if is_scattered:
+            return self._measure_scattered(ready, buckets)
         tails, latency, rate = self._tails[is_cross], self._latency, self._rate
         clock, longest = 0.0, self.compute_seconds
         arrived: dict[int, float] = {}
@@ -173,6 +184,21 @@ class StepModel:
                 if last > longest:
                     longest = last
         return longest, sum(arrived.values()) / len(arrived) if arrived else 0.0
+
+    def _measure_scattered(self, ready: Sequence[float], buckets: Iterable[Bucket]) -> tuple[float, float]:
+        clock, halves = 0.0, []
+        for bucket in buckets:
+            half = self.bucket_seconds(sum(piece.num_bytes for piece in bucket)) / 2
+            clock = max(clock, *(ready[piece.layer] for piece in bucket)) + half
+            halves.append((min(piece.layer for piece in bucket), half))
+        clock = max(clock, self.compute_seconds - self.forward_seconds) + self._latency
+        longest = max(self.compute_seconds, clock + self.forward_seconds) if halves else self.compute_seconds
+        held = 0.0
+        for first, half in sorted(halves, key=lambda one: one[0]):
+            clock += half
+            held += clock + self._tails[True][first]
+            longest = max(longest, clock + self._tails[True][first])
+        return longest, held / len(halves) if halves else 0.0
 
 
 def simulate(plan: SyncPlan, layers: Sequence[LayerCosts], link: LinkCosts) -> Timeline:
@@ -195,19 +221,27 @@ def simulate(plan: SyncPlan, layers: Sequence[LayerCosts], link: LinkCosts) -> T
     """
     model = StepModel(layers, link)
     ready = model.ready_seconds(plan.backward)
-    step_seconds, _ = model.measure(ready, plan.buckets, plan.cross_iteration)
+    step_seconds, _ = model.measure(ready, plan.buckets, plan.cross_iteration, plan.is_scattered)
     backward_begin = step_seconds - (model.compute_seconds - model.forward_seconds)
     device, clock = [], backward_begin
     for action in plan.backward:
         begin, clock = clock, clock + model.action_seconds(action)
         device.append(Span("device", action.kind, (action.layer,), begin, clock))
-    sent, clock = [], backward_begin
+    sent: list[Span] = []
+    clock = backward_begin
     arrived = [0.0] * len(layers)  # in the step, of what was sent in the step before
-    for bucket in plan.buckets:
+    share = 0.5 if plan.is_scattered else 1.0
+    numbers = [(False, number) for number in range(len(plan.buckets))]
+    numbers += [(True, number) for number in plan.gathers] if plan.is_scattered else []
+    for is_gather, number in numbers:
+        bucket = plan.buckets[number]
         begin = max(clock, *(backward_begin + ready[piece.layer] for piece in bucket))
-        clock = begin + model.bucket_seconds(sum(piece.num_bytes for piece in bucket))
+        if is_gather and sent[-1].phase == "bucket":
+            begin = max(clock, step_seconds) + link.latency_seconds  # the norm is known
+            arrived = [begin - step_seconds] * len(layers)
+        clock = begin + share * model.bucket_seconds(sum(piece.num_bytes for piece in bucket))
         layers_of_bucket = tuple(dict.fromkeys(piece.layer for piece in bucket))
-        sent.append(Span("link", "bucket", layers_of_bucket, begin, clock))
+        sent.append(Span("link", "gather" if is_gather else "bucket", layers_of_bucket, begin, clock))
         for layer in layers_of_bucket:
             arrived[layer] = clock - step_seconds
     if not plan.cross_iteration:

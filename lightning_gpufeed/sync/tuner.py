@@ -75,6 +75,7 @@ class Tuner:
         *,
         can_defer: bool,
         can_cross: Callable[[], bool],
+        scatters: Callable[[], bool] = lambda: False,
         on_message: Callable[[str, dict[str, float]], None],
     ) -> None:
         """Before the first step.
@@ -85,11 +86,12 @@ class Tuner:
             ranks: Who takes part.
             can_defer: Whether weight gradients may wait. If not, nothing is measured.
             can_cross: Whether updates may be taken in the next forward; asked after a step.
+            scatters: Whether, if they are, the norm of all gradients has to be known before; asked after a step.
             on_message: Told the decision: a line, and figures for a logger.
         """
         self.layers = list(layers)
         self._options, self._ranks, self._on_message = options, ranks, on_message
-        self._can_defer, self._can_cross = can_defer, can_cross
+        self._can_defer, self._can_cross, self._scatters = can_defer, can_cross, scatters
         self._really_late: set[int] = set()
         self.late = set(range(len(self.layers)))
         self.plan = usual_plan(self._costs())
@@ -161,7 +163,8 @@ class Tuner:
         self._really_late = {i for i, place in enumerate(order) if is_odd[place]}
         costs = self._costs()
         if self._can_defer and self._options.is_given:
-            self._settle(given_plan(costs, self._options, self._really_late))
+            is_scattered = self._scatters()
+            self._settle(given_plan(costs, self._options, self._really_late, is_scattered=is_scattered))
             self._on_message(f"{_described(self.plan, self.layers)}, as asked for.", _figures(self.plan))
         elif costs and self._can_defer and self._ranks.num_ranks > 1:
             self.plan = usual_plan(costs)
@@ -213,6 +216,7 @@ class Tuner:
                 other_seconds=step.other,
                 is_accumulating=num_microbatches > 1,
                 late=self._really_late,
+                is_scattered=self._scatters(),
             )
             texts = [(str(one.plan), one.seconds) for one in found]
         self._arms = [
@@ -279,6 +283,7 @@ def _best(arms: Sequence[_Arm]) -> int:
 
 def _described(plan: SyncPlan, layers: Sequence[SyncLayer]) -> str:
     when = "in the next forward" if plan.cross_iteration else "when all have arrived"
+    when += ", once the norm of all gradients is known" if plan.is_scattered else ""
     waiting = [layers[i].name for i in plan.deferred]
     what = f"{len(waiting)} of {len(layers)} weight gradients wait" if waiting else "no weight gradient waits"
     return f"{what}, {len(plan.buckets)} messages, parameters are updated {when}"
@@ -290,6 +295,7 @@ def _figures(plan: SyncPlan, chosen: _Arm | None = None, usual: _Arm | None = No
         "num_deferred": len(plan.deferred),
         "num_messages": len(plan.buckets),
         "is_cross_iteration": plan.cross_iteration,
+        "is_scattered": plan.is_scattered,
     }
     if chosen is not None:
         values["predicted_step_seconds"] = chosen.predicted_seconds

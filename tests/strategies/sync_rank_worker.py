@@ -272,7 +272,7 @@ def cutting(is_cutting: bool) -> Iterator[None]:
     if not is_cutting:
         yield
         return
-    tuner.given_plan = lambda *arguments: cut(candidates.given_plan(*arguments))  # type: ignore[attr-defined]
+    tuner.given_plan = lambda *of, **options: cut(candidates.given_plan(*of, **options))  # type: ignore[attr-defined]
     try:
         yield
     finally:

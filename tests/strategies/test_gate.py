@@ -67,10 +67,15 @@ def test_a_scheduler_and_accumulation_are_ordinary():
     assert reasons(Scheduled(), accumulate_grad_batches=2) == [None]
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_has_to_see_all_gradients(algorithm):
+@pytest.mark.parametrize("algorithm", ["norm", None])
+def test_clipping_by_norm_has_to_see_all_gradients(algorithm):
     found = reasons(Model(), gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
-    assert found == ["clipping has to see all gradients"] * 2
+    expected = "clipping by norm has to see all gradients (overlap_clipping=True sends half of them later)"
+    assert found == [expected] * 2
+
+
+def test_clipping_by_value_looks_at_each_number_by_itself():
+    assert reasons(Model(), gradient_clip_val=0.5, gradient_clip_algorithm="value") == [None, None]
 
 
 def test_clipping_by_nothing_is_none():

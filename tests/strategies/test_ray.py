@@ -147,7 +147,7 @@ REFUSED_OUTSIDE = {
     "outside": "RuntimeError: `get_",  # `... cannot be used outside of a Ray Train training function`
     "backend": "ValueError: process_group_backend: Ray starts the workers and opens their process group; expected it",
     "start": "ValueError: start_method: Ray starts the workers and opens their process group; expected it",
-    "options of both": "ValueError: reverse_first_k, cross_iteration, bucket_bytes and verify_every are of data",
+    "options of both": "ValueError: reverse_first_k, cross_iteration, bucket_bytes, overlap_clipping and verify_every",
 }
 
 

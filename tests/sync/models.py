@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -44,7 +45,9 @@ links = st.builds(
 def models_with_plans(draw):
     """A model and any plan that can be carried out for it."""
     layers = draw(models)
-    return layers, any_plan(layers, draw(st.randoms(use_true_random=False)), draw(st.booleans()))
+    crosses = draw(st.booleans())
+    plan = any_plan(layers, draw(st.randoms(use_true_random=False)), crosses)
+    return layers, replace(plan, is_scattered=crosses and draw(st.booleans()))
 
 
 def any_plan(layers: list[LayerCosts], chance: random.Random, cross_iteration: bool) -> SyncPlan:

@@ -184,3 +184,18 @@ def test_k_outside_of_the_layers_is_refused(k):
 def test_buckets_without_bytes_are_refused():
     with pytest.raises(ValueError, match="bucket_bytes is 0; expected at least 1"):
         conventional(ABC, 0)
+
+
+def test_a_scattered_plan_gathers_what_forward_needs_first():
+    plan = SyncPlan.parse("scatter; B2 B1 B0; 2:0-8+1:0-4 1:4-8 0:0-8")
+    assert plan.cross_iteration
+    assert plan.is_scattered
+    assert plan.gathers == (2, 0, 1)
+    assert SyncPlan.parse(str(plan)) == plan
+
+
+def test_a_plan_that_is_scattered_and_does_not_cross_is_refused():
+    crossing = SyncPlan.parse("scatter; B0; 0:0-8")
+    plan = SyncPlan(crossing.backward, crossing.buckets, cross_iteration=False, is_scattered=True)
+    with pytest.raises(ScheduleError, match="expected cross_iteration=True with it"):
+        validate(plan, [LayerCosts("layer", 1.0, 1.0, 1.0, gradient_bytes=8)])

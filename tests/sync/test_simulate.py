@@ -19,6 +19,7 @@ def followed_step(plan, layers, link, num_steps=40):
     """Follow device and link from a cold start, step after step; give the mean of the later half of the steps."""
     costs = {"I": lambda one: one.input_grad_seconds, "W": lambda one: one.weight_grad_seconds}
     device = free = 0.0
+    share = 0.5 if plan.is_scattered else 1.0
     arrived = [0.0] * len(layers)
     ends = []
     for _ in range(num_steps):
@@ -33,9 +34,15 @@ def followed_step(plan, layers, link, num_steps=40):
                 ready[i] = device
         for bucket in plan.buckets:
             free = max([free, *(ready[piece.layer] for piece in bucket)])
-            free += link.seconds(sum(piece.num_bytes for piece in bucket))
+            free += share * link.seconds(sum(piece.num_bytes for piece in bucket))
             for piece in bucket:
                 arrived[piece.layer] = free
+        if plan.is_scattered and plan.buckets:
+            device = free = max(device, free) + link.latency_seconds  # the norm
+            for number in plan.gathers:
+                free += share * link.seconds(sum(piece.num_bytes for piece in plan.buckets[number]))
+                for piece in plan.buckets[number]:
+                    arrived[piece.layer] = free
         ends.append(max([device, *arrived]) if not plan.cross_iteration else device)
     half = num_steps // 2
     return (ends[-1] - ends[-1 - half]) / half
@@ -87,7 +94,7 @@ def test_spans_are_a_step_that_repeats(case, link):
     device = [span for span in timeline.spans if span.lane == "device"]
     sent = [span for span in timeline.spans if span.lane == "link"]
     assert len(device) == len(layers) + len(plan.backward)
-    assert len(sent) == len(plan.buckets)
+    assert len(sent) == len(plan.buckets) * (2 if plan.is_scattered else 1)
     for spans in (device, sent):
         for before, after in pairwise(spans):
             assert before.end <= after.begin + 1e-9
@@ -102,6 +109,17 @@ def test_spans_are_a_step_that_repeats(case, link):
         for i in span.layers:
             assert done[i] <= span.begin + 1e-9
             assert span.end <= begun[i if plan.cross_iteration else 0] + timeline.step_seconds + 1e-9
+
+
+def test_with_the_norm_between_them_half_of_each_message_is_hidden_by_forward():
+    # F = I = W = 10 s a layer, 12 layers, a link as slow as all compute: 12 messages of 30 s, in halves of 15 s.
+    layers, link = equal_layers(1.0)
+    usual = conventional(layers, 1)
+    scattered = SyncPlan(usual.backward, usual.buckets, True, True)
+    seconds = [simulate(plan, layers, link).step_seconds for plan in (usual, scattered)]
+    # The second layer's gradient comes at 220 s, and the first layer's half is sent behind its half; in forward
+    # halves follow each other, and the last layer comes after the last of them.
+    assert seconds == pytest.approx([20 + 12 * 30 + 120, 220 + 2 * 15 + 12 * 15 + 10])
 
 
 @given(models_with_plans(), links)

@@ -282,7 +282,12 @@ def test_a_given_plan_is_used_from_the_second_step_on(ranks, clock):
     assert set(loop.tuner.backward_order().deferred) == {"0", "1"}
     assert loop.messages[0].endswith("as asked for.")
     assert loop.figures == [
-        {"gpufeed/sync/num_deferred": 2, "gpufeed/sync/num_messages": 4, "gpufeed/sync/is_cross_iteration": 1}
+        {
+            "gpufeed/sync/num_deferred": 2,
+            "gpufeed/sync/num_messages": 4,
+            "gpufeed/sync/is_cross_iteration": 1,
+            "gpufeed/sync/is_scattered": 0,
+        }
     ]
 
 
