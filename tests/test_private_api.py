@@ -161,27 +161,7 @@ class Model(pl.LightningModule):
         self.events.append(f"step {batch_idx}")
         return self.layer(batch).mean()
 
-    def test_writing_into_data_is_no_new_version_and_writing_into_a_view_is_one() -> None:
-    """GradientMemory tells changes by it. If this fails, compare gradients with a checksum of their own."""
-    flat = torch.zeros(4)
-    view, message = flat[:2].view(2), flat.data[:2]
-    version = flat._version
-    message.add_(1.0)
-    assert (flat._version, view._version) == (version, version)
-    assert view.tolist() == [1.0, 1.0]
-    view.mul_(2.0)
-    assert flat._version > version
-
-
-def test_foreach_multiplies_by_a_tensor_and_gives_norms() -> None:
-    """ClippedGradientSync and ScatteredReducer use them. If this fails, take one tensor after the other."""
-    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0], dtype=torch.float64)]
-    assert [float(norm) for norm in torch._foreach_norm(tensors)] == [5.0, 10.0]
-    torch._foreach_mul_(tensors[:1], torch.tensor(0.5))
-    assert tensors[0].tolist() == [1.5, 2.0]
-
-
-def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         """Nothing to do."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -2080,3 +2060,23 @@ def test_a_scaler_that_asks_all_ranks_has_the_state_of_a_plain_one():
 
 def test_torch_has_a_runtime_that_loads_a_schedule_from_a_file():
     assert hasattr(_PipelineScheduleRuntime, "_load_csv")
+
+
+def test_writing_into_data_is_no_new_version_and_writing_into_a_view_is_one() -> None:
+    """GradientMemory tells changes by it. If this fails, compare gradients with a checksum of their own."""
+    flat = torch.zeros(4)
+    view, message = flat[:2].view(2), flat.data[:2]
+    version = flat._version
+    message.add_(1.0)
+    assert (flat._version, view._version) == (version, version)
+    assert view.tolist() == [1.0, 1.0]
+    view.mul_(2.0)
+    assert flat._version > version
+
+
+def test_foreach_multiplies_by_a_tensor_and_gives_norms() -> None:
+    """ClippedGradientSync and ScatteredReducer use them. If this fails, take one tensor after the other."""
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0], dtype=torch.float64)]
+    assert [float(norm) for norm in torch._foreach_norm(tensors)] == [5.0, 10.0]
+    torch._foreach_mul_(tensors[:1], torch.tensor(0.5))
+    assert tensors[0].tolist() == [1.5, 2.0]
