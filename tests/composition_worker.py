@@ -35,6 +35,7 @@ from tests.composition_models import (
     strategy_of,
 )
 from tests.datamodules.models import MemoryLogger, make_trainer
+from tests.process_groups import end_of_cell
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -129,25 +130,10 @@ def main() -> None:
         except Exception as error:
             result = {"error": {"type": type(error).__name__, "text": str(error)}, "trained": [], "evaluated": []}
         torch.save(result, Path(plan["out"]) / f"{name}.{RANK}.pt")
-        if result["error"] or not are_all_well():
-            # What has broken this group is not to be felt in the next; and it tells a rank that waits that it need not.
-            gc.collect()
-            if distributed.is_initialized():
-                distributed.destroy_process_group()
+        end_of_cell(is_well=not result["error"])
         print(f"{name}: {time.monotonic() - begin:.2f} s {result['error']}", flush=True)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def are_all_well() -> bool:
-    """Whether the others have come to the end of a cell too."""
-    if not distributed.is_initialized():
-        return True
-    try:
-        distributed.barrier()
-    except RuntimeError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import ctypes
 import functools
 import gc
 import multiprocessing
+import os
+import signal
 import threading
 import warnings
 import weakref
@@ -30,6 +32,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import distributed, nn, optim
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -1127,6 +1130,37 @@ def test_ranks_are_asked_whether_to_stop_by_a_method_found_on_the_loop_before_ea
     ]
 
 
+def test_a_hook_that_cannot_be_called_is_left_out():
+    """FeedMonitor puts None in the place of its unused hooks, so that no step pays for them. If this fails, look at
+    `_call_callback_hooks`: leave `_UNUSED_HOOKS` empty, and `_switch` to the watch alone.
+    """
+    callback = pl.Callback()
+    for name in ("on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_before_optimizer_step"):
+        callback.__dict__[name] = None
+    events: list[str] = []
+    make_trainer(max_epochs=1, callbacks=[callback]).fit(Model(events), Data(events))
+    assert len(heard(events, "step ")) == NUM_BATCHES
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_batch_that_is_ready_and_not_completed_is_no_step(is_given_up):
+    """FeedMonitor asks so whether the last batch of an epoch was one. If this fails, look at
+    `_TrainingEpochLoop.advance`: a step more or less would be counted in each epoch.
+    """
+    progress: list[tuple[int, int]] = []
+
+    class GivingUp(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if is_given_up and batch_idx == 1 else None
+
+        def on_train_epoch_end(self) -> None:
+            current = self.trainer.fit_loop.epoch_loop.batch_progress.current
+            progress.append((current.ready, current.completed))
+
+    make_trainer(max_epochs=1).fit(GivingUp([]), Data([]))
+    assert progress == [(2, 1) if is_given_up else (NUM_BATCHES, NUM_BATCHES)]
+
+
 def test_the_loaders_of_the_training_are_in_a_combined_loader_of_this_name():
     """`training_loader` gives it. If this fails, look at `_FitLoop.setup_data`: the monitor would know no loader."""
     trainer = make_trainer(max_epochs=1)
@@ -2062,16 +2096,45 @@ def test_torch_has_a_runtime_that_loads_a_schedule_from_a_file():
     assert hasattr(_PipelineScheduleRuntime, "_load_csv")
 
 
-def test_writing_into_data_is_no_new_version_and_writing_into_a_view_is_one() -> None:
-    """GradientMemory tells changes by it. If this fails, compare gradients with a checksum of their own."""
-    flat = torch.zeros(4)
-    view, message = flat[:2].view(2), flat.data[:2]
-    version = flat._version
-    message.add_(1.0)
-    assert (flat._version, view._version) == (version, version)
-    assert view.tolist() == [1.0, 1.0]
-    view.mul_(2.0)
-    assert flat._version > version
+def test_groups_of_processes_are_named_by_this_count_which_can_be_set():
+    """`pipeline.meeting` makes it equal on all ranks. If this fails, look at how `new_group` names a group: after a
+    training that failed on one rank alone, the ranks would wait for each other under different names.
+    """
+    world = torch.distributed.distributed_c10d._world
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        before = world.group_count
+        assert distributed.new_group([0]).group_name == str(before)
+        assert world.group_count == before + 1
+        world.group_count = before + 7
+        assert distributed.new_group([0]).group_name == str(before + 7)
+        assert distributed.group.WORLD.get_group_store().compare_set("key", "", "value") == b"value"
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_handlers_of_signals_are_found_on_the_instance_and_registered_after_the_setup_of_the_strategy():
+    """`strategies.signals` steps into their places in `setup`. If this fails, look at `_SignalConnector` and `_run`: a
+    handler of Lightning's sends to all ranks from the middle of a step, and a pipeline waits until its timeout.
+    """
+    told: list[int] = []
+
+    def step_in(trainer: pl.Trainer) -> None:
+        connector = trainer._signal_connector
+        assert callable(connector._slurm_sigusr_handler_fn)
+        connector.__dict__["_sigterm_notifier_fn"] = lambda signum, frame: told.append(signum)
+
+    def send(trainer: pl.Trainer) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not trainer.received_sigterm
+        if len(told) == 2:
+            trainer._signal_connector.received_sigterm = True
+
+    trainer = make_trainer(max_epochs=1, callbacks=[Looking(on_fit_start=step_in, on_train_batch_end=send)])
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Model([]), Loader([]))
+    assert told == [signal.SIGTERM] * 2
+    assert trainer.global_step == 2
 
 
 def test_foreach_multiplies_by_a_tensor_and_gives_norms() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,11 +26,12 @@ from torch import Tensor, distributed
 
 from lightning_gpufeed.device.forks import leave_garbage_to_parent
 from lightning_gpufeed.errors import ScheduleError
+from lightning_gpufeed.pipeline.meeting import leave
 from lightning_gpufeed.pipeline.nested import NestedSpec, TensorSpec, in_memory
 from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.program import Message
 
-__all__ = ["Links", "PipelineGroups"]
+__all__ = ["Links", "PipelineGroups", "new_group"]
 
 leave_garbage_to_parent()
 
@@ -48,6 +49,7 @@ class PipelineGroups:
         output: Of the pipeline, for tensors that all get.
         replica: Of the replicas, for gradients.
         directed: For pairs of places in the pipeline, for tensors from the one to the other.
+        timeout: How long a rank waits for the others; None is what the backend takes.
     """
 
     ranks: tuple[int, ...]
@@ -56,6 +58,7 @@ class PipelineGroups:
     output: Any
     replica: Any
     directed: dict[tuple[int, int], Any]
+    timeout: timedelta | None = None
 
     @classmethod
     def create(cls, pipeline_size: int, timeout: timedelta | None = None) -> PipelineGroups:
@@ -71,6 +74,7 @@ class PipelineGroups:
             Those of this rank.
 
         Raises:
+            SyncError: Another rank is gone.
             ValueError: The number of ranks is no multiple.
         """
         world, rank = distributed.get_world_size(), distributed.get_rank()
@@ -82,12 +86,12 @@ class PipelineGroups:
         has_order = distributed.get_backend() != distributed.Backend.GLOO
         found: PipelineGroups | None = None
         by_place = [tuple(range(place, world, pipeline_size)) for place in range(pipeline_size)]
-        replicas = [distributed.new_group(list(ranks), timeout=timeout) for ranks in by_place]
+        replicas = [new_group(ranks, timeout) for ranks in by_place]
         for first in range(0, world, pipeline_size):
             ranks = tuple(range(first, first + pipeline_size))
-            control = distributed.new_group(list(ranks), timeout=timeout, backend="gloo")
-            output = distributed.new_group(list(ranks), timeout=timeout)
-            shared = None if has_order else distributed.new_group(list(ranks), timeout=timeout)
+            control = new_group(ranks, timeout, "gloo")
+            output = new_group(ranks, timeout)
+            shared = None if has_order else new_group(ranks, timeout)
             directed: dict[tuple[int, int], Any] = {}
             for source in range(pipeline_size):
                 for target in range(pipeline_size):
@@ -95,12 +99,10 @@ class PipelineGroups:
                     if is_pair and shared is not None:
                         directed[source, target] = shared
                     elif is_pair and abs(source - target) in (1, pipeline_size - 1):
-                        directed[source, target] = distributed.new_group(
-                            [ranks[source], ranks[target]], timeout=timeout
-                        )
+                        directed[source, target] = new_group((ranks[source], ranks[target]), timeout)
             if rank in ranks:
                 place = ranks.index(rank)
-                found = cls(ranks, by_place[place], control, output, replicas[place], directed)
+                found = cls(ranks, by_place[place], control, output, replicas[place], directed, timeout)
         assert found is not None
         return found
 
@@ -109,12 +111,43 @@ class PipelineGroups:
         """Of this rank in its pipeline."""
         return self.ranks.index(distributed.get_rank())
 
+    def _every(self) -> list[Any]:
+        return list(
+            {id(one): one for one in (self.control, self.output, self.replica, *self.directed.values())}.values()
+        )
+
     def close(self) -> None:
         """Give the groups back. All ranks have to be there."""
-        for group in {
-            id(one): one for one in (self.control, self.output, self.replica, *self.directed.values())
-        }.values():
+        for group in self._every():
             distributed.destroy_process_group(group)
+
+    def abandon(self, others: Iterable[Any], pending: Iterable[Any]) -> None:
+        """Have them given back before the next training: others may still wait in them.
+
+        Args:
+            others: More groups of these ranks.
+            pending: What has been begun in any of them and not waited for.
+        """
+        if distributed.get_backend() == distributed.Backend.GLOO:  # to give back one of NCCL may be to wait for others
+            leave([*self._every(), *others], pending)
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None) -> Any:
+    """Make a process group: every rank of the default group has to call this, in the same order.
+
+    Args:
+        ranks: Of the group.
+        timeout: How long a rank waits for the others before it fails; None is what the backend takes.
+        backend: Its name; None for that of the default group.
+
+    Returns:
+        The group.
+
+    Raises:
+        SyncError: Another rank is gone.
+    """
+    with lost_peer("making a process group"):
+        return distributed.new_group(list(ranks), timeout=timeout, backend=backend)
 
 
 class Links:
@@ -132,6 +165,7 @@ class Links:
         self._specs: dict[tuple[int, Hashable], NestedSpec] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._controls: list[tuple[Any, Tensor]] = []
+        self._shared: list[Any] = []
 
     @property
     def groups(self) -> PipelineGroups:
@@ -267,6 +301,7 @@ class Links:
                 for tensor in tensors
                 if tensor.numel()
             ]
+        self._shared += works
 
         def wait() -> None:
             with lost_peer("waiting for the output of the last stage"):
@@ -306,10 +341,16 @@ class Links:
             distributed.broadcast_object_list(box, self._groups.ranks[source], self._groups.control)
         return box[0]
 
+    @property
+    def pending(self) -> list[Any]:
+        """What has been begun by all of the pipeline, and has not ended here."""
+        return [work for work in self._shared if not work.is_completed()]
+
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         sent, self._sent = self._sent, deque()
         controls, self._controls = self._controls, []
+        self._shared = self.pending
         with lost_peer("sending"):
             for work, _ in [*controls, *sent]:
                 work.wait()

@@ -15,8 +15,10 @@ from lightning_gpufeed.errors import SyncError
 from lightning_gpufeed.pipeline.link import Link, probe_link
 from lightning_gpufeed.pipeline.links import PipelineGroups
 from lightning_gpufeed.pipeline.measure import MeasuredLayers, measure_layers
+from lightning_gpufeed.pipeline.meeting import everyone
 from lightning_gpufeed.pipeline.nested import batch_size, microbatch_sizes, split
 from lightning_gpufeed.pipeline.overhead import stage_overhead_seconds
+from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_training
 
 __all__ = ["measured_plan", "visiting"]
@@ -39,9 +41,10 @@ def measured_plan(
 
     Raises:
         ScheduleError: There are fewer layers than stages, or nothing keeps within the cap.
-        SyncError: Rank 0 could not measure; it raises what a layer has raised.
+        SyncError: Rank 0 could not measure; it raises what a layer has raised. Or another rank is gone.
     """
-    link = probe_link(groups.output, device, groups.place, options.pipeline_size)
+    with lost_peer("measuring the link"):
+        link = probe_link(groups.output, device, groups.place, options.pipeline_size)
     box: list[Any] = [None]
     error: Exception | None = None
     if distributed.get_rank() == 0:
@@ -50,7 +53,8 @@ def measured_plan(
             box = [(found.as_lists(), found.stage_seconds, astuple(link))]
         except Exception as caught:  # which the others are to hear of
             error, box = caught, [f"{type(caught).__name__}: {caught}"]
-    distributed.broadcast_object_list(box, 0)
+    with lost_peer("waiting for what rank 0 has measured"):
+        distributed.broadcast_object_list(box, 0, everyone())
     if error is not None:
         raise error
     if isinstance(box[0], str):

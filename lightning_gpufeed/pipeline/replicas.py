@@ -28,6 +28,7 @@ class GradientMean:
         """
         self._group, self._size = group, distributed.get_world_size(group)
         self._finish: list[Callable[[], None]] = []
+        self._works: list[Any] = []
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Send gradients. All ranks of the group have to do so with the same parameters, in the same order.
@@ -36,7 +37,14 @@ class GradientMean:
             parameters: Those that require no gradient are left out.
         """
         if self._size > 1:
-            self._finish += [_begin_sum(some, self._group, self._size) for some in _by_kind(parameters)]
+            begun = [_begin_sum(some, self._group, self._size) for some in _by_kind(parameters)]
+            self._works = [*self.pending, *(work for work, _ in begun)]
+            self._finish += [finish for _, finish in begun]
+
+    @property
+    def pending(self) -> list[Any]:
+        """What has been sent, and has not ended here."""
+        return [work for work in self._works if not work.is_completed()]
 
     def wait(self) -> None:
         """Until all means are in `.grad`.
@@ -60,7 +68,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Any) -> None:
         SyncError: Another rank is gone.
     """
     for some in _by_kind(parameters):
-        _begin_sum(some, group, 1)()
+        _, finish = _begin_sum(some, group, 1)
+        finish()
 
 
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -71,8 +80,8 @@ def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def _begin_sum(parameters: Sequence[nn.Parameter], group: Any, divisor: int) -> Callable[[], None]:
-    """One message: all gradients, and for each parameter whether there is one."""
+def _begin_sum(parameters: Sequence[nn.Parameter], group: Any, divisor: int) -> tuple[Any, Callable[[], None]]:
+    """One message, and what waits for it: all gradients, and for each parameter whether there is one."""
     grads = [None if one.grad is None else one.grad.detach().to_dense() for one in parameters]
     first = parameters[0]
     flags = torch.tensor([float(grad is not None) for grad in grads], dtype=first.dtype, device=first.device)
@@ -95,7 +104,7 @@ def _begin_sum(parameters: Sequence[nn.Parameter], group: Any, divisor: int) -> 
                 else:
                     parameter.grad.copy_(mean)
 
-    return finish
+    return work, finish
 
 
 def _flat(parameter: nn.Parameter, grad: Tensor | None) -> Tensor:

@@ -314,6 +314,11 @@ class PipelineRuntime:
             self._links.share(found, self._first_rank)()
         return found
 
+    @property
+    def pending(self) -> list[Any]:
+        """What has been begun with the other ranks, and has not ended here."""
+        return self._links.pending
+
     def close(self) -> None:
         """Give the layers their own forwards back."""
         for stage in self.stages.values():

@@ -22,8 +22,9 @@ from torch import Tensor, distributed, nn, optim
 from lightning_gpufeed.pipeline.foreign import is_foreign
 from lightning_gpufeed.pipeline.fused import MicrobatchLoss
 from lightning_gpufeed.pipeline.layer_list import check_enough, find_layers
-from lightning_gpufeed.pipeline.links import Links, PipelineGroups
+from lightning_gpufeed.pipeline.links import Links, PipelineGroups, new_group
 from lightning_gpufeed.pipeline.measured_plan import measured_plan, visiting
+from lightning_gpufeed.pipeline.meeting import everyone
 from lightning_gpufeed.pipeline.partition import Partition
 from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.plan import PipelineOptions, PipelinePlan, plan_evaluation, plan_training
@@ -167,7 +168,7 @@ class PipelineSession:
         num_ranks = self._options.pipeline_size
         stages = balanced([1.0] * len(self.layers.layers), num_ranks)
         partition = Partition(self._model, self.layers, stages, range(num_ranks), self.groups.place)
-        broadcast_from_root(partition, self._device, None, 0)
+        broadcast_from_root(partition, self._device, everyone(), 0)
 
     def _begin(self, plan: PipelinePlan) -> None:
         """Give the layers to their ranks."""
@@ -212,7 +213,7 @@ class PipelineSession:
         for owners in sorted(set(partition.shared.values())):
             for first in range(0, distributed.get_world_size(), size):
                 ranks = [first + owner for owner in owners]
-                group = distributed.new_group(ranks)
+                group = new_group(ranks, self.groups.timeout)
                 if distributed.get_rank() in ranks:
                     names = [name for name, found in partition.shared.items() if found == owners]
                     yield [tensors[name] for name in names], group  # type: ignore[misc]
@@ -280,7 +281,8 @@ class PipelineSession:
         elif self._num_steps == _MEASURED_STEPS[1]:
             spans.is_on = False
             every: list[Any] = [None] * self._options.pipeline_size
-            distributed.all_gather_object(every, spans.take(), group=self.groups.control)
+            with lost_peer("measuring"):
+                distributed.all_gather_object(every, spans.take(), group=self.groups.control)
             whole = max(one["all"] for one in every)
             busy = sum(one.get("busy", 0.0) for one in every)
             self.measured_step_seconds = whole / (_MEASURED_STEPS[1] - _MEASURED_STEPS[0])
@@ -374,6 +376,8 @@ class PipelineSession:
         if self.runtime is not None:
             self.runtime.close()
         if has_failed:
+            pending = [] if self.runtime is None else self.runtime.pending
+            self.groups.abandon([group for _, group in self._tied], [*pending, *self._mean.pending])
             return
         if self.partition is not None:
             bring_back(self.partition, self.groups.output, self._device)

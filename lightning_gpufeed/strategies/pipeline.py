@@ -17,7 +17,9 @@ from torch import Tensor, optim
 from lightning_gpufeed.errors import ScheduleError
 from lightning_gpufeed.pipeline.foreign import is_foreign
 from lightning_gpufeed.pipeline.links import PipelineGroups
+from lightning_gpufeed.pipeline.meeting import everyone, meet, part
 from lightning_gpufeed.pipeline.nested import flatten, split
+from lightning_gpufeed.pipeline.peers import lost_peer
 from lightning_gpufeed.pipeline.session import PipelineSession
 from lightning_gpufeed.strategies.figures import log_figures
 from lightning_gpufeed.strategies.gate import raw
@@ -54,10 +56,11 @@ class PipelineStrategy(OutOfOrderStrategy):
     ==================================  =============================================================================
     Hook                                what it does
     ==================================  =============================================================================
-    setup_environment                   refuses a number of ranks that makes no pipelines
+    setup_environment                   refuses a number of ranks that makes no pipelines; all ranks meet
     setup                               rank 0's weights to all; layers of other ranks give their memory back
     process_dataloader                  workers of all ranks of a pipeline draw the same random numbers
     training_step, validation_step      the first measures the layers, if a decision needs it; then the schedule runs
+    test_step                           likewise; after SIGTERM all ranks end together (see `signals`)
     block_backward_sync                 while gradients are accumulated they are not averaged over replicas
     reduce, all_gather                  over replicas, as the ranks of a pipeline have the same values
     broadcast, barrier,                 over all ranks
@@ -96,9 +99,10 @@ class PipelineStrategy(OutOfOrderStrategy):
         return self._pipeline_options.pipeline_size
 
     def setup_environment(self) -> None:
-        """As in `DDPStrategy`, and check that pipelines can be made of the ranks.
+        """As in `DDPStrategy`; pipelines can be made of the ranks, and all have left earlier trainings.
 
         Raises:
+            SyncError: A rank has not.
             ValueError: The number of ranks is no multiple of `pipeline_size`.
         """
         num_ranks = self.num_nodes * self.num_processes
@@ -108,6 +112,7 @@ class PipelineStrategy(OutOfOrderStrategy):
                 "multiple of it. Change devices, num_nodes or pipeline_size."
             )
         super().setup_environment()
+        meet(self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
         """As in `DDPStrategy`; layers of other ranks do not come to the device.
@@ -202,27 +207,23 @@ class PipelineStrategy(OutOfOrderStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As in `DDPStrategy`.
-
-        Args:
-            obj: To send.
-            src: Global rank of the sender.
-
-        Returns:
-            The sender's.
-        """
+        """As in `DDPStrategy`."""
         self._check_alone()
-        return super().broadcast(obj, src)
+        if everyone() is None:
+            return obj
+        box = [obj]
+        with lost_peer("waiting to be told by another rank"):
+            torch.distributed.broadcast_object_list(box, src, everyone())
+        return box[0]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As in `DDPStrategy`.
-
-        Args:
-            *args: Of the base class.
-            **kwargs: Likewise.
-        """
+        """As in `DDPStrategy`."""
         self._check_alone()
-        super().barrier(*args, **kwargs)
+        if everyone() is torch.distributed.group.WORLD:
+            with lost_peer("waiting for all ranks"):
+                super().barrier(*args, **kwargs)
+        elif everyone() is not None:
+            self.reduce_boolean_decision(True)
 
     def _check_alone(self) -> None:
         """A step that this rank alone runs for one microbatch must not wait for others."""
@@ -240,7 +241,8 @@ class PipelineStrategy(OutOfOrderStrategy):
             The same on all ranks.
         """
         votes = torch.tensor(int(decision), device=self.root_device)
-        total = int(super().reduce(votes, torch.distributed.group.WORLD, "sum"))
+        with lost_peer("deciding together"):
+            total = int(super().reduce(votes, everyone(), "sum"))
         return total == self.world_size if all else total > 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,8 +291,18 @@ class PipelineStrategy(OutOfOrderStrategy):
             What the module's gives, the same on all ranks of a pipeline.
         """
         assert self._session is not None
+        self._evaluation_begins()
         self._session.begin_step()
         return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as in `validation_step`."""
+        self._evaluation_begins()
+        return super().test_step(*args, **kwargs)
+
+    def _evaluation_begins(self) -> None:
+        if self._parts is not None and self._session is not None:
+            self._parts.begin_evaluation(self._session)
 
     def _backward_ends(self) -> None:
         if self._session is not None:
@@ -380,3 +392,4 @@ class PipelineStrategy(OutOfOrderStrategy):
                 if self.is_global_zero:
                     raw(optimizer).load_state_dict(state)
         super().teardown()
+        part(is_well=not self._has_failed)

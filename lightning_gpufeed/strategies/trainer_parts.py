@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -31,6 +32,7 @@ from lightning_gpufeed.pipeline.foreign import is_foreign
 from lightning_gpufeed.pipeline.session import PipelineSession
 from lightning_gpufeed.recover.metrics import find_metrics
 from lightning_gpufeed.strategies.gate import raw
+from lightning_gpufeed.strategies.signals import HeldSignals
 
 __all__ = ["TrainerParts", "check_callbacks", "check_optimizers", "warn_of_batch_norm"]
 
@@ -110,6 +112,7 @@ class TrainerParts:
         """
         self._trainer, self._module, self._precision, self._device = trainer, module, precision, device
         self._undo: list[Callable[[], None]] = []
+        self._signals: HeldSignals | None = None
 
     def attach(self, session: PipelineSession) -> None:
         """For validation and the like, and for training.
@@ -118,6 +121,8 @@ class TrainerParts:
             session: The pipeline.
         """
         self._move_others(session)
+        self._signals = HeldSignals(self._trainer, self._device)
+        self._undo.append(self._signals.release)
         for metric in find_metrics(self._module):
             if isinstance(metric, Metric) and metric.process_group is None:
                 self._count_replicas(metric, session)
@@ -150,6 +155,15 @@ class TrainerParts:
         undo, self._undo = self._undo, []
         for one in undo:
             one()
+
+    def begin_evaluation(self, session: PipelineSession) -> None:
+        """Before a batch: ask whether to end after it, unless replicas, which may have fewer batches, have to agree.
+
+        Args:
+            session: The pipeline.
+        """
+        if self._signals is not None and (session.num_replicas == 1 or self._trainer.state.fn != TrainerFn.FITTING):
+            self._signals.ask(session.groups.control)
 
     def _count_replicas(self, metric: Metric, session: PipelineSession) -> None:
         """The ranks of one pipeline have the same values, which are to count once."""

@@ -5,11 +5,7 @@ The ranks are real processes (gloo), started once for all tests of this file.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpufeed.pipeline.weights import load_full_state_dict
+from tests.doubles import run_ranks
 from tests.pipeline.partition_models import NUM_STEPS, OPTIMIZERS, make_net, train_alone
 
 WORKER = Path(__file__).with_name("weights_worker.py")
@@ -42,24 +39,8 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass  # the test that misses a result shows the log
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return Ranks(folder, (folder / "log").read_text())
+    plan = {"world_size": NUM_RANKS, "out": str(folder)}
+    return Ranks(folder, run_ranks(WORKER, plan, folder, num_processes=1, limit_seconds=LIMIT_SECONDS))
 
 
 @cache

@@ -1,43 +1,36 @@
 """Four real ranks that share out a model, train it and bring it together again. Started by test_weights.py.
 
-    python weights_worker.py FOLDER
+    python weights_worker.py PLAN.json
 
-Each scenario gives a value that is written to FOLDER/<name>.<rank>.pt.
+Each scenario gives a value that is written to OUT/<name>.<rank>.pt; the plan names OUT.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import traceback
-import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-# The package without its root module, which imports Lightning and takes seconds.
-package = types.ModuleType("lightning_gpufeed")
-package.__path__ = [str(ROOT / "lightning_gpufeed")]
-sys.modules["lightning_gpufeed"] = package
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import distributed, nn, optim
 
-import torch  # noqa: E402
-from torch import distributed, nn, optim  # noqa: E402
-
-from lightning_gpufeed.errors import ScheduleError, SyncError  # noqa: E402
-from lightning_gpufeed.pipeline.layer_list import find_layers  # noqa: E402
-from lightning_gpufeed.pipeline.partition import Partition  # noqa: E402
-from lightning_gpufeed.pipeline.weights import (  # noqa: E402
+from lightning_gpufeed.errors import ScheduleError, SyncError
+from lightning_gpufeed.pipeline.layer_list import find_layers
+from lightning_gpufeed.pipeline.partition import Partition
+from lightning_gpufeed.pipeline.weights import (
     bring_back,
     broadcast_from_root,
     full_optimizer_state,
     full_state_dict,
     load_full_state_dict,
 )
-from tests.pipeline.partition_models import NUM_STEPS, OPTIMIZERS, STAGES, Net, make_net, train_shared  # noqa: E402
+from tests.pipeline.partition_models import NUM_STEPS, OPTIMIZERS, STAGES, Net, make_net, train_shared
 
 NUM_RANKS = 4
 Group = Any
@@ -267,7 +260,6 @@ def work(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    optim.SGD([nn.Parameter(torch.ones(1))])  # the first optimizer imports much: once, not on every rank
     place = 0
     children = []
     for number in range(1, NUM_RANKS):
@@ -277,7 +269,7 @@ if __name__ == "__main__":
             break
         children.append(child)
     try:
-        work(place, Path(sys.argv[1]))
+        work(place, Path(json.loads(Path(sys.argv[1]).read_text())["out"]))
     except BaseException:
         traceback.print_exc()
     if place:

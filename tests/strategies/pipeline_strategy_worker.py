@@ -33,6 +33,7 @@ from torch import Tensor, distributed, nn
 from lightning_gpufeed import OutOfOrderStrategy
 from lightning_gpufeed.pipeline.nested import microbatch_sizes
 from tests.datamodules.models import MemoryLogger, make_trainer, state_of
+from tests.process_groups import end_of_cell
 from tests.strategies.pipeline_users import MODULES, RANK, Chain, Watch, callbacks_of, loader_of
 
 
@@ -223,25 +224,10 @@ def main() -> None:
         except Exception as error:
             result = {"failed": f"{type(error).__name__}: {error}", "error": None}
         torch.save(result, Path(plan["out"]) / f"{name}.{RANK}.pt")
-        if result.get("failed") or result["error"] or not are_all_well():
-            # What has broken this group is not to be felt in the next; and it tells a rank that waits that it need not.
-            gc.collect()
-            if distributed.is_initialized():
-                distributed.destroy_process_group()
+        end_of_cell(is_well=not (result.get("failed") or result["error"]))
         print(f"{name}: {time.monotonic() - begin:.2f} s {result.get('error')} {result.get('failed')}", flush=True)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def are_all_well() -> bool:
-    """Whether the others have come to the end of a scenario too."""
-    if not distributed.is_initialized():
-        return True
-    try:
-        distributed.barrier()
-    except RuntimeError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

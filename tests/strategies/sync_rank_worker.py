@@ -46,6 +46,7 @@ from lightning_gpufeed.sync import candidates, tuner
 from lightning_gpufeed.sync.layers import find_layers
 from lightning_gpufeed.sync.plan import Piece, SyncPlan
 from tests.datamodules.models import MemoryLogger, make_trainer, state_of
+from tests.process_groups import end_of_cell
 from tests.strategies.sync_models import MODULES, Batches
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -399,23 +400,10 @@ def main() -> None:
         except Exception as error:
             result = {"failed": described(error)}
         torch.save(result, Path(plan["out"]) / f"{scenario['name']}.{RANK}.pt")
-        if result.get("failed") or result["error"] or not are_all_well():
-            # What has broken this group is not to be felt in the next; and it tells a rank that waits that it need not.
-            gc.collect()
-            if distributed.is_initialized():
-                distributed.destroy_process_group()
+        end_of_cell(is_well=not (result.get("failed") or result["error"]))
         print(f"{scenario['name']}: {time.monotonic() - begin:.2f} s", flush=True)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def are_all_well() -> bool:
-    """Whether the others have come to the end of a scenario too."""
-    try:
-        distributed.barrier()
-    except RuntimeError:
-        return False
-    return True
 
 
 if __name__ == "__main__":
