@@ -1,4 +1,4 @@
-"""Claim: the verdict is right, the first cure gains what was predicted within 30 %, and watching costs below 0.1 ms.
+"""Claim: the verdict is right, the first cure gains what was predicted within 30 %, and watching costs below 1 %.
 
     python benchmarks/feed_monitor.py [--rounds N] [--samples N] [--json FILE] [--quick]
 
@@ -7,9 +7,10 @@ verdicts   Six pipelines (`benchmarks/feed_pipelines.py`), each slow or not for 
            the second is judged, so that files are in memory and workers have started.
 cures      Then the first cure is applied as its text says, and the step timed again. Arms take turns, round by round;
            medians. The ratio of the two gains is what the claim is about.
-cost       The time of a training step with and without the callback: steps that wait 5 ms for a device while the host's
-           caches and clock cool down; nothing of the host's work is hidden behind the device's. Two trainings take
-           turns every ten steps, so that both see the same machine. The bar of 0.1 ms is 1 % of a step of 10 ms.
+cost       The time of a training step with and without the callback: steps that wait for a device, 2.5 or 14 ms, while
+           the host's caches and clock cool down; nothing of the host's work is hidden behind the device's. Two
+           trainings take turns every fifty steps, so that both see the same machine; means of turns, of which the
+           outer tenths are left out. The bar is 1 % of a step, whether all steps are watched or a part of them.
 
 Two cores are assumed for "six workers on two cores"; with more, this process keeps to two.
 """
@@ -37,9 +38,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gpufeed import FeedMonitor
 
 BAR = 0.30
-COST_BAR = 1e-4
-"""Seconds."""
-TURN = 10
+COST_BAR = 0.01
+"""Of a step."""
+PAUSES = (0.0025, 0.014)
+"""Seconds that a device takes."""
+TURN = 50
 
 
 def trainer(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
@@ -58,11 +61,12 @@ def observe(pipeline: Pipeline, folder: Path, num_samples: int) -> Any:
 
 
 class Device(pl.LightningModule):
-    """Steps that wait for a device that takes 5 ms; after each ten of them another training has its turn."""
+    """Steps that wait for a device; after each fifty of them another training has its turn."""
 
-    def __init__(self, mine: threading.Semaphore, other: threading.Semaphore) -> None:
+    def __init__(self, pause: float, mine: threading.Semaphore, other: threading.Semaphore) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+        self.pause = pause
         self.times: list[float] = []
         self._mine, self._other = [mine], [other]
 
@@ -71,8 +75,11 @@ class Device(pl.LightningModule):
             if batch_idx > 0:
                 self._other[0].release()
             self._mine[0].acquire()
+            for callback in self.trainer.callbacks:  # the other's turn is no part of a step
+                if isinstance(callback, FeedMonitor) and callback._observer is not None:
+                    callback._observer.pause()
         self.times.append(time.perf_counter())
-        time.sleep(0.005)
+        time.sleep(self.pause)
         return self.layer(batch[0]).mean()
 
     def on_train_end(self) -> None:
@@ -82,15 +89,15 @@ class Device(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def cost(num_turns: int) -> tuple[float, float]:
-    """Median time of a step without the callback, and the median over all turns of what it adds.
+def cost(num_turns: int, pause: float) -> tuple[float, float]:
+    """Mean time of a step without the callback, and the mean over all turns of what it adds, without the outer tenths.
 
     Half of the turns has the callback in the first thread, half in the second.
     """
     plain, added = [], []
     for place in (0, 1):
         locks = threading.Semaphore(1), threading.Semaphore(0)
-        models = Device(*locks), Device(*reversed(locks))
+        models = Device(pause, *locks), Device(pause, *reversed(locks))
         threads = [
             threading.Thread(target=fit, args=(model, num_turns // 2, number == place))
             for number, model in enumerate(models)
@@ -102,10 +109,16 @@ def cost(num_turns: int) -> tuple[float, float]:
         turns = []
         for model in models:
             times = torch.tensor(model.times, dtype=torch.float64).reshape(-1, TURN)
-            turns.append((times[:, 2:] - times[:, 1:-1]).median(1).values)  # a turn's first step finds a cold house
+            turns.append((times[:, 2:] - times[:, 1:-1]).mean(1)[2:])  # a turn's first step finds a cold house
         plain.append(turns[1 - place])
         added.append(turns[place] - turns[1 - place])
-    return float(torch.cat(plain).quantile(0.5)), float(torch.cat(added).quantile(0.5))
+    return inner_mean(torch.cat(plain)), inner_mean(torch.cat(added))
+
+
+def inner_mean(values: torch.Tensor) -> float:
+    """Of the inner four fifths."""
+    least, most = values.quantile(0.1), values.quantile(0.9)
+    return float(values[(values >= least) & (values <= most)].mean())
 
 
 def fit(model: Device, num_turns: int, is_watched: bool) -> None:
@@ -134,15 +147,20 @@ def main() -> int:
     for number, pipeline in enumerate(PIPELINES):
         rows.append(row(pipeline, [one[number] for one in rounds]))
     print_rows(rows)
-    plain, added = cost(20 if options.quick else 200)
-    print(f"\ncost: FeedMonitor adds {1e3 * added:.3f} ms to a step of {1e3 * plain:.3f} ms: {added / plain:+.2%}")
+    costs = [cost(10 if options.quick else 80, pause) for pause in PAUSES]
+    for plain, added in costs:
+        print(f"\ncost: FeedMonitor adds {1e3 * added:.3f} ms to a step of {1e3 * plain:.3f} ms: {added / plain:+.2%}")
     if options.json:
-        result = {"rows": rows, "plain_seconds": plain, "added_seconds": added}
+        result = {"rows": rows, "plain_seconds": [one for one, _ in costs], "added_seconds": [one for _, one in costs]}
         options.json.write_text(json.dumps(result, indent=2))
     num_right = sum(row["verdict"] == row["expected"] for row in rows)
     num_close = sum(row["gain"] is not None and abs(row["gain"] / row["predicted"] - 1) <= BAR for row in rows)
     print(f"bars: verdicts right {num_right} of {len(rows)}; predictions within 30 % {num_close} of 5 (3 wanted)")
-    return 0 if num_right == len(rows) and num_close >= 3 and added < COST_BAR else 1
+    return (
+        0
+        if num_right == len(rows) and num_close >= 3 and all(added < COST_BAR * plain for plain, added in costs)
+        else 1
+    )
 
 
 def pair(pipeline: Pipeline, folder: Path, num_samples: int) -> tuple[Any, Any]:

@@ -16,7 +16,8 @@ _datahook_selector.get_instance             asked whose hook it is before each o
 
 Besides, `precision_plugin.convert_input`, which every training batch passes on the host. All are replaced on instances
 of Lightning's own, never on the user's: each costs a few microseconds a step, where to listen to all that the Trainer
-tells its profiler, some sixty calls a step, costs ten times as much.
+tells its profiler, some sixty calls a step, costs ten times as much. Where not every step is watched in full, all but
+the first two are taken out between the steps that are.
 """
 
 from __future__ import annotations
@@ -43,12 +44,39 @@ class _Hook:
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
-        self.is_in_use = True
+        self.is_in_use = self.is_on = True  # until the watch ends; while a step is watched in full
+        self.is_out = False
         self.before = owner.__dict__.get(name)
         self._method = getattr(owner, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.owner, self.name)
+
+    def put_in(self) -> None:
+        """Take the place; where somebody else has come or gone meanwhile, on top of what is there now."""
+        own = self.owner.__dict__
+        self.is_on = True
+        if not self.is_out:
+            return
+        self.is_out = False
+        if own.get(self.name) is not self.before:
+            self.before, self._method = own.get(self.name), getattr(self.owner, self.name)
+        own[self.name] = self
+
+    def take_out(self) -> None:
+        """Give the place back. Where somebody else has hooked in since, theirs stays, and ours does nothing there."""
+        own = self.owner.__dict__
+        self.is_on = False
+        if own.get(self.name) is not self:
+            return
+        before = self.before
+        while isinstance(before, _Hook) and not before.is_in_use:
+            before = before.before  # of a watch that has ended since
+        if before is None:
+            own.pop(self.name, None)
+        else:
+            own[self.name] = before
+        self.is_out = True
 
 
 class _BeforeHook(_Hook):
@@ -56,11 +84,11 @@ class _BeforeHook(_Hook):
 
     def __init__(self, owner: Any, name: str, begin: Callable[[], None]) -> None:
         super().__init__(owner, name)
-        self._begin = begin
+        self.begin = begin
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self.is_in_use:
-            self._begin()
+        if self.is_on:
+            self.begin()
         return self._method(*arguments, **options)
 
 
@@ -69,14 +97,14 @@ class _AfterHook(_Hook):
 
     def __init__(self, owner: Any, name: str, end: Callable[[], None]) -> None:
         super().__init__(owner, name)
-        self._end = end
+        self.end = end
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
             return self._method(*arguments, **options)
         finally:
-            if self.is_in_use:
-                self._end()
+            if self.is_on:
+                self.end()
 
 
 class _AroundHook(_Hook):
@@ -87,7 +115,7 @@ class _AroundHook(_Hook):
         self._begin, self._end = begin, end
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if not self.is_in_use:
+        if not self.is_on:
             return self._method(*arguments, **options)
         self._begin()
         try:
@@ -104,7 +132,7 @@ class _LookHook(_Hook):
         self._look, self._steps = look, steps
 
     def __call__(self, data: Any) -> Any:
-        if self.is_in_use and self._steps.has_batch and data is not REPEATED:
+        if self.is_on and self._steps.has_batch and data is not REPEATED:
             self._look(data)
         return self._method(data)
 
@@ -113,10 +141,10 @@ class _CopyHook(_AroundHook):
     """Of what is asked, for each batch, before the hook that moves it to the device and before the one after that."""
 
     def __call__(self, hook_name: str) -> Any:
-        if self.is_in_use and hook_name == "on_after_batch_transfer":
+        if self.is_on and hook_name == "on_after_batch_transfer":
             self._end()
         instance = self._method(hook_name)
-        if self.is_in_use and hook_name == "transfer_batch_to_device":
+        if self.is_on and hook_name == "transfer_batch_to_device":
             self._begin()
         return instance
 
@@ -132,9 +160,13 @@ class TrainerWatch:
             observer: Is told what happens.
         """
         self._hooks: list[_Hook] = []
+        self.is_listening = True
         loop, steps = trainer.fit_loop.epoch_loop, observer.steps
-        self._install(_AfterHook(loop, "_on_before_fetch", observer.begin_wait))
-        self._install(_BeforeHook(loop, "_on_after_fetch", observer.end_wait))
+        self._observer = observer
+        self._before_fetch = _AfterHook(loop, "_on_before_fetch", observer.begin_wait)
+        self._after_fetch = _BeforeHook(loop, "_on_after_fetch", observer.end_wait)
+        self._install(self._before_fetch)
+        self._install(self._after_fetch)
         for optimization in (loop.automatic_optimization, loop.manual_optimization):
             self._install(_AroundHook(optimization, "run", steps.begin_compute, steps.end_compute))
         selector = trainer._data_connector._datahook_selector
@@ -148,19 +180,30 @@ class TrainerWatch:
         hook.owner.__dict__[hook.name] = hook
         self._hooks.append(hook)
 
+    def listen(self, is_full: bool) -> None:
+        """Hear all of the steps from here on, or only when a batch is asked for and when it is there.
+
+        Args:
+            is_full: Whether all. To be changed between two steps.
+        """
+        if is_full is self.is_listening:
+            return
+        self.is_listening = is_full
+        observer, steps = self._observer, self._observer.steps
+        self._before_fetch.end = observer.begin_wait if is_full else steps.brief_begin_wait
+        self._after_fetch.begin = observer.end_wait if is_full else steps.brief_end_wait
+        for hook in self._hooks:  # no two of them in one place
+            if hook is self._before_fetch or hook is self._after_fetch:
+                continue
+            if is_full:
+                hook.put_in()
+            else:
+                hook.take_out()
+
     def close(self) -> None:
         """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
         for hook in self._hooks:
             hook.is_in_use = False
         for hook in reversed(self._hooks):
-            own = hook.owner.__dict__
-            if own.get(hook.name) is not hook:
-                continue
-            before = hook.before
-            while isinstance(before, _Hook) and not before.is_in_use:
-                before = before.before  # of a watch that has ended since
-            if before is None:
-                own.pop(hook.name, None)
-            else:
-                own[hook.name] = before
+            hook.take_out()
         self._hooks.clear()

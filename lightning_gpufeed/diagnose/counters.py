@@ -130,6 +130,8 @@ class StepTotals:
         hook_seconds: Callbacks, loggers and the progress bar after a step.
         compute_cpu_seconds: Time on a core of the training thread during `compute_seconds`; None if unknown.
         num_timed: Steps whose device time is known; times of the device are scaled to all steps.
+        num_watched: Steps that were watched in full, where not all were: of the others `elapsed_seconds` and
+            `wait_seconds` are counted, and how the rest of their time divides is taken from these. None: all.
     """
 
     num_steps: int = 0
@@ -144,6 +146,7 @@ class StepTotals:
     hook_seconds: float = 0.0
     compute_cpu_seconds: float | None = None
     num_timed: int = 0
+    num_watched: int | None = None
 
     @property
     def data_seconds(self) -> float:

@@ -302,6 +302,12 @@ def notes_for(cause: Cause, counters: EpochCounters, others: Sequence[EpochCount
     if counters.steps.num_steps < _FEW_STEPS:
         many = counters.steps.num_steps
         notes.append(f"Only {many} steps were measured" if many > 1 else "Only one step was measured")
+    steps = counters.steps
+    if steps.num_watched is not None:
+        notes.append(
+            f"{steps.num_watched:,} of {steps.num_steps:,} steps were watched in full, since they are short; "
+            f"waiting is counted in all of them"
+        )
     if counters.is_first and start_share(counters) >= 0.1:
         notes.append(f"Starting the workers took {duration(counters.start_seconds)}")
     if counters.is_first and cause is not Cause.COMPUTE:

@@ -5,7 +5,8 @@
     begin_epoch     | step | step | step | ...                     | counters()
     /proc, pressure ^ first sample ^ after 0.1 s  ^ 0.2 s ... 1 s  ^ as of the latest sample
 
-Between two samples at least two hundred times what a sample takes goes by, so looking stays below half a percent.
+Between two samples at least two hundred times what a sample takes goes by, so looking stays below half a percent. Of
+short steps not all are watched in full (`diagnose/sampling.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lightning_gpufeed.diagnose.counters import BatchFacts, EpochCounters, Loade
 from lightning_gpufeed.diagnose.machine import PressureWatch, num_cores
 from lightning_gpufeed.diagnose.nvml import DeviceWatch
 from lightning_gpufeed.diagnose.processes import UsageWatch, read_thread
+from lightning_gpufeed.diagnose.sampling import StepSampler
 from lightning_gpufeed.diagnose.steps import StepTimer
 
 __all__ = ["Observer", "Readers"]
@@ -73,6 +75,8 @@ class Observer:
         interval_seconds: float = 1.0,
         num_sharing: int = 1,
         is_ready: Callable[[], bool | None] = lambda: None,
+        sampler: StepSampler | None = None,
+        switch: Callable[[bool], None] = lambda is_full: None,
     ) -> None:
         """Nothing is watched yet.
 
@@ -84,12 +88,19 @@ class Observer:
             interval_seconds: Time between two samples of the operating system's counters.
             num_sharing: Ranks that share the cores of this one.
             is_ready: Says whether the loader has a batch ready; None if it does not know. Called at each request.
+            sampler: Says which steps are watched in full; None: all.
+            switch: Called when that changes, within `begin_wait` and `begin_epoch`: whether all that happens is to be
+                told from there on, or only `steps.brief_begin_wait` and `steps.brief_end_wait`, not even `end_step`.
         """
         self._device, self._find_readers = device, find_readers
         self._rank, self._num_ranks = rank, num_ranks
         self._interval_seconds = interval_seconds
         self._num_sharing, self._is_ready = num_sharing, is_ready
         self.steps = StepTimer(device, num_ranks=num_ranks)
+        self._sampler, self._switch = sampler, switch
+        self._inside_seconds: float | None = None
+        self._asked_seconds = 0.0
+        self._num_brief = 0
         self._readers, self._main, self._thread = UsageWatch(), UsageWatch(minus_threads=True), UsageWatch()
         self._pressure, self._device_watch = PressureWatch(), DeviceWatch(device)
         self._watches = (self._readers, self._main, self._thread)
@@ -129,6 +140,10 @@ class Observer:
         self._forget()
         self._epoch = epoch
         self.steps.reset()
+        if self._sampler is not None:
+            self._sampler.begin_epoch()
+            self._num_brief, self.steps.weight = 0, self._sampler.weight
+            self._switch(True)
         if not is_short:
             self._watched_steps = self._main_steps = 0
             self._device_watch.reset()
@@ -139,12 +154,31 @@ class Observer:
 
     def begin_wait(self) -> None:
         """The loader is asked for a batch."""
+        if self._num_brief:
+            num_steps, self._num_brief = self._num_brief, 0
+            self.steps.begin_brief(num_steps, then=self._begin_run)
+            self._switch(False)
+            return
+        begin, spent = time.perf_counter(), self.steps.spent_seconds
         if self._epoch_begin is not None:
-            self._start_seconds = time.perf_counter() - self._epoch_begin
-        if not self.loader.is_ahead and time.perf_counter() >= self._next_inline:
+            self._start_seconds = begin - self._epoch_begin
+        is_ahead, is_ready = self.loader.is_ahead, None
+        if is_ahead:
+            is_ready = self._is_ready()
+            asked = time.perf_counter() - begin
+            self._asked_seconds += asked
+            spent -= asked
+        elif begin >= self._next_inline:
             # Without workers the training thread loads: what it uses meanwhile is what loading uses.
             self._inline_before = read_thread(threading.get_native_id())
-        self.steps.begin_wait(is_ready=self._is_ready() if self.loader.is_ahead else None)
+        self.steps.begin_wait(is_ready=is_ready)
+        if self._sampler is not None:
+            inside = time.perf_counter() - begin - (self.steps.spent_seconds - spent)
+            self._inside_seconds = inside if self._inline_before is None else None
+
+    def _begin_run(self) -> None:
+        self._switch(True)
+        self.begin_wait()
 
     def end_wait(self) -> None:
         """The batch is there."""
@@ -184,14 +218,25 @@ class Observer:
 
     def end_step(self) -> None:
         """A step is over."""
-        self.steps.end_step()
+        begin, steps, sampler = time.perf_counter(), self.steps, self._sampler
+        spent = steps.spent_seconds
+        steps.end_step()
         self._has_stepped = True
         now = time.perf_counter()
+        if sampler is not None and not steps.is_fetching_inside:
+            inside = self._inside_seconds
+            if inside is not None:
+                inside += now - begin - (steps.spent_seconds - spent)
+            self._num_brief = sampler.end_step(now, inside, steps.spent_seconds + self._asked_seconds)
+            steps.weight = sampler.weight
         if now >= self._next_sample:
             self.sample()
             cost = time.perf_counter() - now
-            self._next_sample = now + max(self._pause_seconds, _COST_RATIO * cost)
+            pause = max(self._pause_seconds, _COST_RATIO * cost)
+            self._next_sample = now + pause
             self._pause_seconds = min(2 * self._pause_seconds, self._interval_seconds)
+            if sampler is not None:
+                sampler.other_share = cost / pause
 
     def sample(self) -> None:
         """Read the operating system's counters now."""
@@ -201,7 +246,7 @@ class Observer:
         self._thread.sample((), (threading.get_native_id(),))
         self._device_watch.sample()
         # Readers load batches: where batches are used several times, that is fewer than there are steps.
-        now = (self.steps.num_steps, self._num_batches or self.steps.num_steps)
+        now = (self.steps.num_steps, self._batches_so_far())
         if self._latest_sample is not None:
             num_steps, num_batches = (one - other for one, other in zip(now, self._latest_sample, strict=True))
             self._main_steps += num_steps
@@ -209,14 +254,27 @@ class Observer:
                 self._watched_steps += max(0, num_batches)
         self._latest_sample = now
 
-    def pause(self) -> None:
-        """Something else begins that is no training, such as validation."""
+    def _batches_so_far(self) -> int:
+        """Batches that were loaded: as many of all steps as of those that were watched in full."""
+        num_steps, num_watched = self.steps.num_steps, self.steps.num_watched
+        if num_watched == num_steps or not num_watched:
+            return self._num_batches or num_steps
+        return round(num_steps * min(1.0, self._num_batches / num_watched)) or num_steps
+
+    def pause(self, *, is_over: bool = True) -> None:
+        """Something else begins that is no training, such as validation.
+
+        Args:
+            is_over: Whether the last step has come to its end.
+        """
         if self._latest_sample is not None:
             self.sample()
         self._latest_sample = None
         for watch in self._watches:
             watch.pause()
-        self.steps.pause()
+        self.steps.pause(is_over=is_over)
+        if self._sampler is not None:
+            self._sampler.pause()
 
     def close(self) -> None:
         """Let go of the device's counters."""

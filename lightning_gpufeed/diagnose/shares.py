@@ -239,5 +239,6 @@ def metrics_of(counters: EpochCounters, verdict: Verdict) -> dict[str, float]:
         "device_utilisation": counters.machine.device_utilisation,
         "predicted_gain": verdict.cures[0].gain if verdict.cures else 1.0,
         "free_echo_factor": verdict.free_echo_factor,
+        "watched_share": 1.0 if steps.num_watched is None else steps.num_watched / steps.num_steps,
     }
     return {f"gpufeed/feed/{name}": float(value) for name, value in values.items() if value is not None}

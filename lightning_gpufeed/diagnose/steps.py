@@ -12,7 +12,7 @@ they are reached. On the CPU the host is the device.
 
 In the step itself times are noted, no more; sums are made of some seventy steps at once, while the code for it is in
 the processor's cache. On a CUDA device, where the host has time to spare and marks have their place, they are made at
-once.
+once. Of a step that is not watched in full t0, t1 and t4 are noted, no more, and nothing is marked on the device.
 """
 
 from __future__ import annotations
@@ -27,35 +27,30 @@ import torch
 
 from lightning_gpufeed.device.marks import DeviceMarks
 from lightning_gpufeed.diagnose.counters import Span, StepTotals
+from lightning_gpufeed.diagnose.device_sums import MOST_PENDING as _MOST_PENDING
+from lightning_gpufeed.diagnose.device_sums import DeviceStep, DeviceSums
+from lightning_gpufeed.diagnose.sums import HostSums, StepParts
+from lightning_gpufeed.diagnose.timeline import NUM_SHOWN, Stretch, lay_out
 
 __all__ = ["StepTimer"]
 
-_TIMELINE_STEPS = 8
 _MOST_NOTES = 512
-_MOST_PENDING = 256
-"""Steps whose marks may be outstanding; a device that is further behind is not timed for a while."""
-
-
-_Stretch = tuple[str, float, float]
+_FEW_STEPS = 16
+_LONG_FACTOR = 4.0  # a wait of so many steps is a stall: it is counted where it was, and no sample of others
 
 
 @dataclass(slots=True)
-class _Step:
+class _Step(StepParts):
     """One step in the making. Times of the host, in seconds of `time.perf_counter`."""
 
-    begun: float
-    sync: float = 0.0
+    begun: float = 0.0
     wait: float = 0.0
-    received: float = 0.0
-    ready: float | None = None
     copy_begin: float = 0.0
-    copy: float = 0.0
     compute_begin: float = 0.0
     is_computing: bool = False
     is_computed: bool = False
-    compute: float = 0.0
     cpu_begin: float = 0.0
-    spans: list[_Stretch] = field(default_factory=list)
+    spans: list[Stretch] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
 
 
@@ -80,48 +75,54 @@ class StepTimer:
             num_ranks: How many train together.
         """
         self._marks = DeviceMarks(device)
+        self._device = DeviceSums(self._marks)
         self._has_ranks = num_ranks > 1
         self._is_cuda = self._marks.is_cuda
+        self.weight = 1.0
+        """Steps that each one watched in full stands for. Changed by the caller between steps."""
+        self.spent_seconds = 0.0
+        """Time that went into marks of a device so far."""
+        self.is_fetching_inside = False
+        """Whether steps have fetched batches by themselves; all are to be watched in full then."""
         # What happened, when, and more about it: one list for ever, so that to note something is one call.
         self._notes: list[tuple[Callable[..., None], float, Any]] = []
         self._note = self._take_in if self._is_cuda else self._notes.append
+        # Of steps that are not watched in full, in turn: the request for the batch, and its arrival.
+        self._times: list[float] = []
+        self.brief_begin_wait: Callable[[], None] = self.begin_wait
+        self.brief_end_wait: Callable[[], None] = self.end_wait
         self.reset()
 
     def reset(self) -> None:
         """Begin a new epoch."""
         self._notes.clear()
+        self._times.clear()
         self.is_computing = False
         """Whether forward, backward and update have begun and are not over."""
         self.has_batch = False
         """Whether a batch for a step has come, and the step has not begun to compute."""
         self._step: _Step | None = None
         self._wait_begin: float | None = None
-        self._wait_cpu = 0.0
+        self._wait_cpu = self._sync = 0.0
         self._is_ready: bool | None = None
-        self._ready: float | None = None
         self._sync_begin: float | None = None
         self._end: float | None = None
-        self._sync = 0.0
-        self._sync_span: _Stretch | None = None
-        self._num_steps = 0
-        self._elapsed = self._wait = self._received = self._copy = self._compute = self._cpu = self._hooks = (
-            self._syncs
-        ) = 0.0
-        self._timed = 0
-        self._idle_gaps = 0
-        self._device_copy = self._device_compute = self._device_idle = 0.0
-        self._pending: deque[tuple[int, list[Any], bool, float]] = deque()
-        self._last_mark: Any = None
-        self._last_end = 0.0
-        self._is_adjoining = False
-        self._host_spans: deque[tuple[int, list[_Stretch]]] = deque(maxlen=_MOST_PENDING + _TIMELINE_STEPS)
-        self._device_spans: deque[tuple[int, list[_Stretch]]] = deque(maxlen=_TIMELINE_STEPS)
+        self._sync_span: Stretch | None = None
+        self._sums, self._weight = HostSums(), 1.0
+        self._device.reset()
+        self._host_spans: deque[tuple[int, list[Stretch]]] = deque(maxlen=_MOST_PENDING + NUM_SHOWN)
 
     @property
     def num_steps(self) -> int:
         """Steps that are over."""
         self._add_up()
-        return self._num_steps
+        return self._sums.num_steps
+
+    @property
+    def num_watched(self) -> int:
+        """Of them, watched in full."""
+        self._add_up()
+        return self._sums.num_watched
 
     # What happens, in the order in which it does ---------------------------------------------------------
 
@@ -139,6 +140,7 @@ class StepTimer:
         Args:
             is_ready: Whether it has one ready; None if it does not say.
         """
+        self.is_fetching_inside |= self.is_computing
         self._note((self._begin_wait, time.perf_counter(), (is_ready, time.thread_time())))
 
     def end_wait(self, *, is_start: bool = False) -> None:
@@ -173,22 +175,59 @@ class StepTimer:
     def end_step(self) -> None:
         """Callbacks have run; what follows until the next request for a batch still belongs to this step's hooks."""
         self.is_computing = False
-        self._note((self._end_step, time.perf_counter(), None))
+        self._note((self._end_step, time.perf_counter(), self.weight))
         if len(self._notes) >= _MOST_NOTES:
             self._add_up()
 
-    def pause(self) -> None:
-        """Something else begins: validation, the end of an epoch. It counts as no part of any step."""
+    def pause(self, *, is_over: bool = True) -> None:
+        """Something else begins: validation, the end of an epoch. It counts as no part of any step.
+
+        Args:
+            is_over: Whether the last step has come to its end; asked of one that is not watched in full.
+        """
         self.is_computing = self.has_batch = False
-        self._note((self._pause, time.perf_counter(), None))
+        self._add_up()
+        if is_over:
+            self._close_brief(time.perf_counter())
+        self._times.clear()
+        self._step = None
+        self._end = self._wait_begin = self._sync_begin = None
+        self._sync, self._sync_span = 0.0, None
+        self._device.pause()
+
+    def begin_brief(self, num_steps: int, then: Callable[[], None]) -> None:
+        """The loader is asked for the batch of the first of some steps that are not watched in full.
+
+        Of these `brief_begin_wait` and `brief_end_wait` are told, no more: the least there is, in one call each.
+
+        Args:
+            num_steps: How many, 1 or more.
+            then: Called in the place of the request after them.
+        """
+        self._add_up()
+        append, clock, left = self._times.append, time.perf_counter, num_steps
+
+        def begin_wait() -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                append(clock())
+            else:
+                then()
+
+        self.brief_begin_wait = begin_wait
+        self.brief_end_wait = lambda: append(clock())
+        begin_wait()
 
     # What is made of it ----------------------------------------------------------------------------------
 
     def _take_in(self, note: tuple[Callable[..., None], float, Any]) -> None:
-        what, now, more = note
-        what(now, more)
+        begin = time.perf_counter()
+        note[0](note[1], note[2])
+        self.spent_seconds += time.perf_counter() - begin
 
     def _add_up(self) -> None:
+        self._add_brief()
         for what, now, more in self._notes:
             what(now, more)
         self._notes.clear()
@@ -204,6 +243,8 @@ class StepTimer:
         self._sync_begin = None
 
     def _begin_wait(self, now: float, more: tuple[bool | None, float]) -> None:
+        if self._times:
+            self._close_brief(now)
         self._is_ready, self._wait_cpu = more
         self._wait_begin = now
 
@@ -212,8 +253,7 @@ class StepTimer:
         if begin is None:
             return
         is_start, cpu = more
-        received = cpu - self._wait_cpu
-        seconds = now - begin
+        received, seconds = cpu - self._wait_cpu, now - begin
         step = self._step
         if step is not None and step.is_computing:  # a step that fetches its batches by itself
             step.wait += seconds
@@ -225,7 +265,7 @@ class StepTimer:
             step.compute_begin = now
         else:
             # The time since the last step's end belongs to hooks; what came before the first step belongs to none.
-            step = self._step = _Step(begin - self._sync if self._end is None else self._end)
+            step = self._step = _Step(begun=begin - self._sync if self._end is None else self._end)
             step.wait, step.received, step.sync = seconds, received, self._sync
             step.ready = None if self._is_ready is None or is_start else seconds * self._is_ready
             if is_start:
@@ -252,7 +292,7 @@ class StepTimer:
     def _begin_compute(self, now: float, cpu: float) -> None:
         step = self._step
         if step is None:  # a step that fetches its batches by itself
-            step = self._step = _Step(now if self._end is None else self._end, copy_begin=now)
+            step = self._step = _Step(begun=now if self._end is None else self._end, copy_begin=now)
         if self._is_cuda and not step.marks:  # a batch that was not moved: it was there already
             self._mark(step)
             self._mark(step)
@@ -269,71 +309,54 @@ class StepTimer:
         step.is_computing, step.is_computed = False, True
         step.compute += now - step.compute_begin
         step.spans.append(("compute", step.compute_begin, now))
-        self._cpu += cpu - step.cpu_begin
+        step.cpu += cpu - step.cpu_begin
         self._mark(step)
 
-    def _end_step(self, now: float, _: None) -> None:
+    def _end_step(self, now: float, weight: float) -> None:
         step, self._step = self._step, None
         if step is None or not step.is_computed:
             return
-        number, self._num_steps = self._num_steps, self._num_steps + 1
-        elapsed = now - step.begun
-        self._elapsed += elapsed
-        self._wait += step.wait
-        self._received += step.received
-        if step.ready is not None:
-            self._ready = (self._ready or 0.0) + step.ready
-        self._copy += step.copy
-        self._compute += step.compute
-        self._syncs += step.sync
-        self._hooks += max(0.0, elapsed - step.wait - step.copy - step.compute - step.sync)
-        end = step.spans[-1][2]
-        step.spans.append(("hooks", end, now))
+        number, elapsed = self._sums.num_steps, now - step.begun
+        stalled, self._end = max(0.0, step.wait - self._usual_wait()), now
+        self._sums.add(step.wait, elapsed)
+        step.hooks = max(0.0, elapsed - step.wait - step.copy - step.compute - step.sync)
+        self._sums.add_parts(weight, step)
+        step.spans.append(("hooks", step.spans[-1][2], now))
         self._host_spans.append((number, step.spans))
-        self._end = now
+        self._weight = weight
         if self._is_cuda:
-            self._keep(number, step)
+            self._device.keep(DeviceStep(number, step.marks, step.copy_begin, weight, stalled))
 
-    def _pause(self, now: float, _: None) -> None:
-        self._step = None
-        self._end = self._wait_begin = self._sync_begin = None
+    def _add_brief(self) -> None:
+        """Of steps that are not watched in full, those that are over: each ends where the next one begins."""
+        times = self._times
+        num_steps = (len(times) - 1) // 2
+        if num_steps < 1:
+            return
+        begins, ends = times[: 2 * num_steps : 2], times[1 : 2 * num_steps : 2]
+        if self._end is not None and begins[0] > self._end:
+            # What comes after a step that was watched in full, as that was.
+            self._sums.add_tail(self._weight, begins[0] - self._end, self._sync)
         self._sync, self._sync_span = 0.0, None
-        self._is_adjoining = False
+        waits, usual = [end - begin for begin, end in zip(begins, ends, strict=True)], self._usual_wait()
+        begun, self._end = begins[0] if self._end is None else self._end, times[2 * num_steps]
+        self._sums.add(sum(waits), self._end - begun, num_steps)
+        self._device.skip(sum(wait - usual for wait in waits if wait > usual))
+        del times[: 2 * num_steps]
 
-    # The device ------------------------------------------------------------------------------------------
+    def _close_brief(self, now: float) -> None:
+        self._times.append(now)
+        self._add_brief()
+        self._times.clear()
+
+    def _usual_wait(self) -> float:
+        """What is longer than this is a stall."""
+        num_steps = self._sums.num_steps
+        return _LONG_FACTOR * self._sums.elapsed / num_steps if num_steps >= _FEW_STEPS else float("inf")
 
     def _mark(self, step: _Step) -> None:
-        if self._is_cuda and len(self._pending) < _MOST_PENDING:
+        if self._is_cuda and self._device.has_room:
             step.marks.append(self._marks.mark())
-
-    def _keep(self, number: int, step: _Step) -> None:
-        """Note a step's marks, and read those that the device has reached."""
-        if len(step.marks) == 3:
-            self._pending.append((number, step.marks, self._is_adjoining, step.copy_begin))
-            self._is_adjoining = True
-        else:
-            self._is_adjoining = False
-        self._collect()
-
-    def _collect(self) -> None:
-        """Add up the steps that the device has finished by now."""
-        while self._pending and self._marks.is_reached(self._pending[0][1][2]):
-            number, (begin, copied, end), is_adjoining, given = self._pending.popleft()
-            self._timed += 1
-            self._device_copy += self._marks.seconds(begin, copied)
-            self._device_compute += self._marks.seconds(copied, end)
-            if is_adjoining and self._last_mark is not None:
-                self._device_idle += max(0.0, self._marks.seconds(self._last_mark, begin))
-                self._idle_gaps += 1
-            # In the host's time: as long after the step before as the device's clock says, but no work begins before
-            # it was given.
-            after = given if self._last_mark is None else self._last_end + self._marks.seconds(self._last_mark, begin)
-            zero = max(after, given)
-            middle = zero + self._marks.seconds(begin, copied)
-            last = middle + self._marks.seconds(copied, end)
-            self._device_spans.append((number, [("copy", zero, middle), ("compute", middle, last)]))
-            self._marks.recycle(begin, copied, *([] if self._last_mark is None else [self._last_mark]))
-            self._last_mark, self._last_end = end, last
 
     # Results ---------------------------------------------------------------------------------------------
 
@@ -344,42 +367,34 @@ class StepTimer:
             The sums.
         """
         self._add_up()
-        copy, compute, idle = self._copy, self._compute, None
+        sums, parts = self._sums, self._sums.parts()
+        copy, compute, idle, num_timed = parts.copy, parts.compute, None, sums.num_watched
         if self._is_cuda:
-            self._collect()
-            scale = self._num_steps / self._timed if self._timed else 0.0
-            copy, compute = self._device_copy * scale, self._device_compute * scale
-            idle = self._device_idle * self._num_steps / self._idle_gaps if self._idle_gaps else None
+            copy, compute, idle = self._device.totals(sums.num_steps, is_sampled=sums.is_sampled)
+            num_timed = self._device.num_timed
         return StepTotals(
-            num_steps=self._num_steps,
-            elapsed_seconds=self._elapsed,
-            wait_seconds=self._wait,
-            ready_seconds=self._ready,
-            receive_seconds=min(self._wait, self._received),
+            num_steps=sums.num_steps,
+            num_watched=sums.num_watched if sums.is_sampled else None,
+            elapsed_seconds=sums.elapsed,
+            wait_seconds=sums.wait,
+            ready_seconds=parts.ready,
+            receive_seconds=min(sums.wait, parts.received),
             copy_seconds=copy,
             compute_seconds=compute,
             idle_seconds=idle,
-            sync_seconds=self._syncs if self._has_ranks else None,
-            hook_seconds=self._hooks,
-            compute_cpu_seconds=self._cpu if self._has_ranks else None,
-            num_timed=self._timed if self._is_cuda else self._num_steps,
+            sync_seconds=parts.sync if self._has_ranks else None,
+            hook_seconds=parts.hooks,
+            compute_cpu_seconds=parts.cpu if self._has_ranks else None,
+            num_timed=num_timed,
         )
 
     def timeline(self) -> tuple[Span, ...]:
         """The latest few steps, stretch by stretch; on a CUDA device the latest ones that it has finished.
 
         Returns:
-            In seconds from the beginning of the first of them; "device" spans on a CUDA device only.
+            In seconds from the beginning of the first of them; "device" spans on a CUDA device only. Where not all
+            steps are watched in full, steps that follow each other.
         """
         self._add_up()
-        self._collect()
-        numbers = {number for number, _ in self._device_spans or list(self._host_spans)[-_TIMELINE_STEPS:]}
-        host = [one for one in self._host_spans if one[0] in numbers]
-        lanes = [("host", host), ("device", list(self._device_spans))]
-        zero = min((spans[0][1] for _, kept in lanes for _, spans in kept if spans), default=0.0)
-        return tuple(
-            Span(lane, phase, begin - zero, end - zero, number)
-            for lane, kept in lanes
-            for number, spans in kept
-            for phase, begin, end in spans
-        )
+        self._device.collect()
+        return lay_out(list(self._host_spans), self._device.spans, is_sampled=self._sums.is_sampled)

@@ -281,7 +281,15 @@ def test_what_is_unknown_is_left_out_of_the_log() -> None:
     left = set(metrics_of(bare, judge(bare)))
     assert left == {
         f"gpufeed/feed/{name}"
-        for name in ("wait_share", "step_seconds", "copy_share", "compute_share", "hook_share", "predicted_gain")
+        for name in (
+            "wait_share",
+            "step_seconds",
+            "copy_share",
+            "compute_share",
+            "hook_share",
+            "predicted_gain",
+            "watched_share",
+        )
     }
     assert left < everything
     assert {"gpufeed/feed/idle_share", "gpufeed/feed/sync_share", "gpufeed/feed/read_ratio"} < everything
