@@ -51,8 +51,9 @@ check: setup  ## lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Compiled tests are kept, though the variable may say otherwise: the two processes share the work.
 test: setup  ## run the whole test suite
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 ray-check: setup  ## install the extra [ray] and run what needs Ray (3 minutes)
 	$(BIN)/python -m pip install --quiet -e '.[ray]'

@@ -34,12 +34,21 @@ class Arm:
 
     @property
     def is_bound(self) -> bool:
-        return self.kind == "bound"
+        return self.kind in ("bound", "decoding")
+
+    @property
+    def reads(self) -> bool:
+        """Whether it gives samples of the file."""
+        return self.kind != "neighbour"
 
 
 ARMS = [
     Arm("bound: plain read, 1 thread", "bound", "1", "bound", ALL),
     Arm("bound: plain read, 2 threads", "bound", "2", "bound", WARM),
+    Arm("bound: decoding alone, 2 threads", "bound", "decode-2", "decoding", ("compressed",)),
+    Arm("a neighbour computes", "neighbour", "compute", "neighbour", ("lock",)),
+    Arm("a neighbour copies 0.8 GB/s", "neighbour", "copy-0.8", "neighbour", ("lock",)),
+    Arm("a neighbour copies 3 GB/s", "neighbour", "copy-3", "neighbour", ("lock",)),
     Arm("H5Loader", "ours", "full", "ours", NO_FILTER),
     Arm('H5Loader, shuffle="window"', "ours", "window", "ours", ALL),
     Arm("H5Loader, isolate=True", "ours", "isolate", "ours", ("warm", "lock")),
@@ -48,6 +57,7 @@ ARMS = [
     Arm("DataLoader + h5py, no cache", "h5py_items", "no-cache-0", "no cache", NO_FILTER),
     Arm("DataLoader + h5py, no cache, 2 workers", "h5py_items", "no-cache-2", "no cache", NO_FILTER),
     Arm("h5py, whole chunks, 4096 in play", "h5py_items", "chunks", "chunks", ALL),
+    Arm("h5py, all in a row", "h5py_items", "in-a-row", "in a row", ("compressed",)),
     Arm(".npy map, DataLoader, batch per read", "npy", "dataloader", "npy", NO_FILTER),
     Arm(".npy map, plain loop, 1 thread", "npy", "loop-1", "npy", NO_FILTER),
     Arm(".npy map, plain loop, 2 threads", "npy", "loop-2", "npy", WARM),
@@ -184,6 +194,11 @@ class Fleet:
         if server := self.servers.pop(name, None):
             server.close()
 
+    def leave_out(self, kind: str) -> None:
+        """Arms that have nothing to say here."""
+        for name in [name for name, server in self.servers.items() if server.arm.kind == kind]:
+            self.servers.pop(name).close()
+
     def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any] | None:
         """An answer; None if the arm failed."""
         try:
@@ -203,12 +218,15 @@ class Fleet:
         number: int,
         request: dict[str, Any],
         before: Callable[[Server], dict[str, Any]] | None = None,
+        usual_seconds: float | None = None,
     ) -> None:
-        """One epoch of each arm; `before` prepares an arm and adds to its answer."""
+        """One epoch of each arm; `before` prepares an arm and adds to its answer. The usual ones may take a part."""
         begin = time.perf_counter()
         for name in self.names(number):
             extra = before(self.servers[name]) if before is not None else {}
-            answer = self.ask(name, {"do": "epoch", "number": number, **request})
+            is_part = usual_seconds is not None and self.servers[name].arm.kind == "usual"
+            part = {"seconds": usual_seconds} if is_part else {}
+            answer = self.ask(name, {"do": "epoch", "number": number, **request, **part})
             if answer is not None:
                 self.measured.answers.setdefault(name, []).append({**answer, **extra})
         say(f"  round {number}: {time.perf_counter() - begin:.0f} s")
@@ -217,6 +235,8 @@ class Fleet:
         """The round before those that count: every sample of every arm, or of ours and a part of the usual ones."""
         begin = time.perf_counter()
         for name in self.names(0):
+            if not self.servers[name].arm.reads:
+                continue
             is_part = seconds is not None and self.servers[name].arm.kind == "usual"
             self.ask(name, {"do": "epoch", "number": 0, **({"seconds": seconds} if is_part else {"verify": True})})
         say(f"  proved in {time.perf_counter() - begin:.0f} s")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from feed_arms import Measured
+from feed_arms import ARMS, Measured
 from feed_table import (
     BOUND,
-    CHUNKS,
+    DECODING,
+    IN_A_ROW,
     REMOTE_USUAL,
     USUAL,
     Results,
@@ -21,6 +22,7 @@ from feed_table import (
 
 OURS, WINDOW, ISOLATED = "H5Loader", 'H5Loader, shuffle="window"', "H5Loader, isolate=True"
 LARGEST_LOSS = 0.1
+NEIGHBOURS = [arm.name for arm in ARMS if arm.kind == "neighbour"]
 AS_IT_COMES = re.compile(r"as it comes|buffer of 1000")
 
 
@@ -102,15 +104,15 @@ def cold(on: str, measured: Measured) -> Iterator[str]:
 
 
 def compressed(on: str, measured: Measured) -> Iterator[str]:
-    of, chunks = rate(measured, WINDOW), rate(measured, CHUNKS)
+    of, row, bound = rate(measured, WINDOW), rate(measured, IN_A_ROW), rate(measured, DECODING)
     cpu = [answer["cpu_seconds"] / answer["bytes"] * 1e9 for answer in measured.answers.get(WINDOW, [])]
-    limit = f"h5py decodes at {gb(chunks)} on one core" + (
+    limit = f"h5py decodes at {gb(row)} on one core, two threads that only decode have {gb(bound)}" + (
         f"; ours takes {min(cpu):.1f} s of CPU for a GB" if cpu else ""
     )
     if on.startswith("gzip"):
-        yield verdict(f"{on}, against h5py by whole chunks", ratio(of, chunks), 2.5, limit)
-    elif of and chunks:
-        yield f"{on}, against h5py by whole chunks: {of / chunks:.2f}x (no bar)"
+        yield verdict(f"{on}, against {IN_A_ROW}", ratio(of, row), 2.5, limit)
+    elif of and row:
+        yield f"{on}, against {IN_A_ROW}: {of / row:.2f}x (no bar)"
 
 
 def lock(on: str, measured: Measured) -> Iterator[str]:
@@ -124,9 +126,12 @@ def lock(on: str, measured: Measured) -> Iterator[str]:
             f"beside a trainer ({on}), {name} at {gb(rate(measured, name))}: it loses {100 * lost:.0f} % of its steps "
         )
         line += f"(bar: 10 %): {'holds' if is_held else 'MISSED'}"
-        plain = lost_steps(measured, BOUND)
-        if not is_held and plain is not None:
-            line += f": the bound, which only reads, costs it {100 * plain:.0f} %; cores and memory are shared"
+        if not is_held:
+            line += "".join(
+                f"; {neighbour}, with nothing read: {100 * of:.0f} %"
+                for neighbour in NEIGHBOURS
+                if (of := lost_steps(measured, neighbour)) is not None
+            )
         yield line
 
 

@@ -10,6 +10,7 @@ Commands come as JSON objects, a line each, on standard input; each is answered 
    ... "verify": true                   and a checksum over every sample's bytes, outside of the time that counts
    ... "seconds": S                     stop after S seconds; several epochs if one is shorter
    ... "trainer": "python" | "torch"    beside a thread that trains -> steps a second, alone and beside
+   ... "steps": K                       that trainer takes the batches itself, one before every K steps
 {"do": "drop"}                          take the pages of mapped data files out of this process, so they can be evicted
 
 What a batch has to be is checked: uint8 tensors (n, *sample_shape), contiguous; and each label once.
@@ -38,6 +39,7 @@ import torch
 
 BATCH_SIZE = 256
 NUM_CLASSES = 100
+ALONE_SECONDS = 0.4
 
 Epoch = Callable[[int], Iterator[Any]]
 """Number of an epoch -> its batches, as (images, labels); the bound gives (number of bytes, None)."""
@@ -94,23 +96,58 @@ def checksum_of(images: np.ndarray, labels: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to read. `convert` writes the files it reads; `open` gives its epochs."""
+    """A way to read. `convert` writes the files it reads; `open` gives its epochs.
+
+    `pause_seconds` passes between two batches where nobody trains with them: for arms that have nothing to read.
+    """
 
     open: Callable[[Workload], Epoch]
     convert: Callable[[Workload], None] | None = None
     files: Callable[[Workload], Path] = lambda workload: workload.h5
+    pause_seconds: float = 0.0
 
 
 # Trainers that hold the interpreter lock -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Steps, and where the time of their thread went: on a core, ready but without one, or waiting for something."""
+
+    num_steps: int
+    seconds: float
+    on_core: float
+    queued: float
+
+    def __add__(self, other: Trained) -> Trained:
+        return Trained(*(getattr(self, one) + getattr(other, one) for one in self.__dataclass_fields__))
+
+    @property
+    def rate(self) -> float:
+        return self.num_steps / self.seconds
+
+
+class Clock:
+    """What the kernel counts for the thread that makes this."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        on_core, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        return time.perf_counter(), int(on_core) / 1e9, int(queued) / 1e9
+
+    def stop(self, num_steps: int) -> Trained:
+        return Trained(num_steps, *(now - begin for now, begin in zip(self._now(), self._begin, strict=True)))
 
 
 class Trainer:
     """A thread that takes steps until it is told to stop. "python" never lets go of the lock by itself."""
 
     def __init__(self, kind: str) -> None:
-        self._step = {"python": self._python, "torch": self._torch}[kind]
+        self.step = {"python": self._python, "torch": self._torch}[kind]
         self._is_over = False
-        self.num_steps = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._weight, self._input = torch.randn(64, 64) / 8, torch.randn(32, 64)
 
@@ -124,10 +161,12 @@ class Trainer:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
+        num_steps, clock = 0, Clock()
         with torch.inference_mode():
             while not self._is_over:
-                self._step()
-                self.num_steps += 1
+                self.step()
+                num_steps += 1
+        self.trained = clock.stop(num_steps)
 
     def _python(self) -> None:
         total = 0
@@ -141,12 +180,36 @@ class Trainer:
             values = torch.relu(values @ self._weight) + self._input
 
 
-def steps_alone(kind: str, seconds: float) -> float:
+def train_alone(kind: str, seconds: float) -> Trained:
     with Trainer(kind) as trainer:
-        time.sleep(0.1)  # until it is under way
-        before, begin = trainer.num_steps, time.perf_counter()
         time.sleep(seconds)
-        return (trainer.num_steps - before) / (time.perf_counter() - begin)
+    return trainer.trained
+
+
+def train_and_take(kind: str, batches: Iterator[Any], steps_each: int, seconds: float) -> tuple[Trained, list[Any]]:
+    """Train in this thread, and take a batch before every few steps: the steps, and the batches' labels."""
+    step, num_steps, labels = Trainer(kind).step, 0, []
+    torch.set_num_threads(1)
+    clock, end = Clock(), time.perf_counter() + seconds
+    with torch.inference_mode():
+        while time.perf_counter() < end:
+            labels.append(torch.as_tensor(next(batches)[1]).reshape(-1))
+            for _ in range(steps_each):
+                step()
+            num_steps += steps_each
+    return clock.stop(num_steps), labels
+
+
+def compare(alone: Trained, beside: Trained) -> dict[str, float]:
+    """What was lost, and to what; shares of the time, and of the speed of a step while it is on a core."""
+    return {
+        "steps_alone": alone.rate,
+        "steps_beside": beside.rate,
+        "no_core": beside.queued / beside.seconds,
+        "no_core_alone": alone.queued / alone.seconds,
+        "waiting": 1 - (beside.on_core + beside.queued) / beside.seconds,
+        "slower": 1 - beside.num_steps / beside.on_core / (alone.num_steps / alone.on_core),
+    }
 
 
 # One epoch -------------------------------------------------------------------------------------------------------
@@ -186,7 +249,7 @@ def distinct_classes(labels: list[torch.Tensor], num_samples: int) -> float | No
     return float(found / (NUM_CLASSES * (1 - missed)))
 
 
-def run_epoch(epoch: Epoch, workload: Workload, request: dict[str, Any]) -> dict[str, Any]:
+def run_epoch(epoch: Epoch, workload: Workload, request: dict[str, Any], pause_seconds: float = 0.0) -> dict[str, Any]:
     limit = request.get("seconds", float("inf"))
     labels: list[torch.Tensor] = []
     num_bytes = checksum = num_epochs = 0
@@ -203,6 +266,8 @@ def run_epoch(epoch: Epoch, workload: Workload, request: dict[str, Any]) -> dict
                 if request.get("verify"):
                     check_batch(images, workload)
                     checksum = (checksum + checksum_of(images.numpy(), labels[-1].numpy())) % 2**64
+            if pause_seconds:
+                time.sleep(pause_seconds)
             if time.perf_counter() - begin > limit:
                 is_over = True
                 break
@@ -227,15 +292,41 @@ def run_epoch(epoch: Epoch, workload: Workload, request: dict[str, Any]) -> dict
     return answer
 
 
-def run_beside(epoch: Epoch, workload: Workload, request: dict[str, Any]) -> dict[str, Any]:
+def run_beside(epoch: Epoch, workload: Workload, request: dict[str, Any], pause_seconds: float) -> dict[str, Any]:
     """An epoch or a part of one beside a trainer, whose steps alone are counted just before and just after."""
-    before = steps_alone(request["trainer"], 0.4)
-    with Trainer(request["trainer"]) as trainer:
-        num_before, begin = trainer.num_steps, time.perf_counter()
-        answer = run_epoch(epoch, workload, request)
-        beside = (trainer.num_steps - num_before) / (time.perf_counter() - begin)
-    alone = (before + steps_alone(request["trainer"], 0.4)) / 2
-    return {**answer, "steps_alone": alone, "steps_beside": beside}
+    kind = request["trainer"]
+    alone = train_alone(kind, ALONE_SECONDS)
+    with Trainer(kind) as trainer:
+        answer = run_epoch(epoch, workload, request, pause_seconds)
+    return {**answer, **compare(alone + train_alone(kind, ALONE_SECONDS), trainer.trained)}
+
+
+def in_memory(workload: Workload) -> Iterator[Any]:
+    """Batches that are there already, without end: nothing has to be done for them."""
+    images = [torch.zeros((BATCH_SIZE, *workload.sample_shape), dtype=torch.uint8) for _ in range(8)]
+    return itertools.cycle([(batch, torch.zeros(BATCH_SIZE, dtype=torch.int64)) for batch in images])
+
+
+def run_taking(epoch: Epoch, workload: Workload, request: dict[str, Any]) -> dict[str, Any]:
+    """A trainer that takes its batches; alone is: with batches that are in memory, just before and just after."""
+    kind, steps_each = request["trainer"], request["steps"]
+    alone, _ = train_and_take(kind, in_memory(workload), steps_each, ALONE_SECONDS)
+    batches = itertools.chain.from_iterable(epoch(request["number"] + number) for number in itertools.count())
+    next(batches)  # processes are under way
+    begin, begin_cpu = time.perf_counter(), cpu_seconds()
+    beside, labels = train_and_take(kind, batches, steps_each, request["seconds"])
+    seconds, cpu = time.perf_counter() - begin, cpu_seconds() - begin_cpu
+    del batches
+    again, _ = train_and_take(kind, in_memory(workload), steps_each, ALONE_SECONDS)
+    samples = sum(map(len, labels))
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "bytes": samples * workload.sample_bytes,
+        "samples": samples,
+        "classes": distinct_classes(labels, workload.num_samples),
+        **compare(alone + again, beside),
+    }
 
 
 # The process -----------------------------------------------------------------------------------------------------
@@ -292,7 +383,12 @@ def serve(arms: dict[str, Arm], clean: Callable[[Workload], None] = lambda _: No
                 answer = {}
             else:
                 epoch = arm.open(workload) if epoch is None else epoch
-                answer = (run_beside if "trainer" in request else run_epoch)(epoch, workload, request)
+                if "steps" in request:
+                    answer = run_taking(epoch, workload, request)
+                elif "trainer" in request:
+                    answer = run_beside(epoch, workload, request, arm.pause_seconds)
+                else:
+                    answer = run_epoch(epoch, workload, request, arm.pause_seconds)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

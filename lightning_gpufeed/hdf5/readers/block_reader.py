@@ -18,6 +18,7 @@ from lightning_gpufeed.hdf5.access import open_file, open_h5_dataset
 from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.plan import BlockRead, plan_block_reads
 from lightning_gpufeed.hdf5.readers.row_blocks import block_rows
+from lightning_gpufeed.hdf5.readers.rows import put_rows
 
 __all__ = ["BlockReader", "refuse_changed_surroundings"]
 
@@ -70,7 +71,7 @@ class BlockReader:
                 block = self._block(read)
                 rows = self._scratch_for(len(read.rows), block.shape[1])
                 torch.index_select(block, 0, torch.from_numpy(read.rows), out=rows)
-                target.index_copy_(0, torch.from_numpy(read.slots), rows)
+                put_rows(target, read.slots, rows)
         # Looked at afterwards: what is whole now was whole when it was read.
         for number in {read.file_index for read in reads}:
             refuse_changed_surroundings(self._layouts[number])

@@ -30,6 +30,7 @@ from lightning_gpufeed.hdf5.readers.byte_file import ByteFile, LocalFile
 from lightning_gpufeed.hdf5.readers.chunk_plan import NEVER, SamplePlan, UsePlan
 from lightning_gpufeed.hdf5.readers.rolling_buffer import RollingBuffer
 from lightning_gpufeed.hdf5.readers.row_blocks import BlockLoader, BlockNumbers
+from lightning_gpufeed.hdf5.readers.rows import put_rows
 from lightning_gpufeed.hdf5.remote.addresses import SharedBytes
 from lightning_gpufeed.hdf5.remote.remote_file import is_remote
 
@@ -232,7 +233,7 @@ class ChunkReader:
         if picked is None:
             torch.index_select(rows, 0, torch.from_numpy(positions), out=target)
         else:
-            target.index_copy_(0, torch.from_numpy(picked), rows.index_select(0, torch.from_numpy(positions)))
+            put_rows(target, picked, rows.index_select(0, torch.from_numpy(positions)))
 
     # Slots ------------------------------------------------------------------------------------------------
 

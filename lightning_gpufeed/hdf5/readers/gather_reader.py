@@ -18,6 +18,7 @@ from lightning_gpufeed.hdf5.layout import H5DatasetLayout
 from lightning_gpufeed.hdf5.plan import GatherTable
 from lightning_gpufeed.hdf5.readers import mapped_guard
 from lightning_gpufeed.hdf5.readers.byte_file import refuse_changed, shorter_text
+from lightning_gpufeed.hdf5.readers.rows import put_rows
 
 __all__ = ["GatherReader", "explain_limit", "file_size"]
 
@@ -104,8 +105,8 @@ class GatherReader:
             return
         target.copy_(self._fills.index_select(0, torch.from_numpy(files)))
         if not missing.all():
-            written = torch.from_numpy(np.flatnonzero(~missing))
-            target.index_copy_(0, written, mapping.rows.index_select(0, torch.from_numpy(positions[~missing])))
+            written = mapping.rows.index_select(0, torch.from_numpy(positions[~missing]))
+            put_rows(target, np.flatnonzero(~missing), written)
 
     def expect(self, indices: Indices, batch_samples: int = 1) -> None:
         """Nothing to prepare: the kernel has it in memory.

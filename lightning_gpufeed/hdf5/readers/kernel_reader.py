@@ -21,6 +21,7 @@ from lightning_gpufeed.hdf5.plan import GatherTable
 from lightning_gpufeed.hdf5.readers.batched_reads import BatchedReads, ReadError
 from lightning_gpufeed.hdf5.readers.byte_file import refuse_changed, shorter_text
 from lightning_gpufeed.hdf5.readers.gather_reader import explain_limit, file_size
+from lightning_gpufeed.hdf5.readers.rows import put_rows
 
 __all__ = ["KernelReader", "merge_neighbours"]
 
@@ -99,9 +100,7 @@ class KernelReader:
         files, positions = self._table.files(indices), self._table.positions(indices)
         missing = np.flatnonzero(positions < 0)
         if missing.size:
-            target.index_copy_(
-                0, torch.from_numpy(missing), self._fills.index_select(0, torch.from_numpy(files[missing]))
-            )
+            put_rows(target, missing, self._fills.index_select(0, torch.from_numpy(files[missing])))
         slots = np.lexsort((positions, files))
         slots = slots[positions[slots] >= 0]
         starts, num_rows = merge_neighbours(files[slots], positions[slots], slots, self._sample_bytes)

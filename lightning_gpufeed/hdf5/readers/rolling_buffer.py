@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_gpufeed.hdf5.readers.chunk_plan import SamplePlan
+from lightning_gpufeed.hdf5.readers.rows import put_rows
 
 __all__ = ["RollingBuffer"]
 
@@ -163,14 +164,13 @@ class RollingBuffer:
         is_whole = len(rows) == rows[-1] + 1
         if is_whole and self._load_rows(block, self._parts(slots)):
             return
-        memory: torch.Tensor | None = getattr(self._own, "memory", None)
+        memory: npt.NDArray[np.uint8] | None = getattr(self._own, "memory", None)
         if memory is None:
-            memory = self._own.memory = torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu")
-        self._load(block, memory.numpy())
+            memory = self._own.memory = np.empty(self._block_bytes, dtype=np.uint8)
+        self._load(block, memory)
         sample_bytes = self._arena.shape[1]
-        values = memory[: len(memory) // sample_bytes * sample_bytes].view(-1, sample_bytes)
-        values = values[: len(rows)] if is_whole else values.index_select(0, torch.from_numpy(rows))
-        self._arena.index_copy_(0, torch.from_numpy(slots), values)
+        values = memory[: len(memory) // sample_bytes * sample_bytes].reshape(-1, sample_bytes)
+        put_rows(self._arena, slots, values[: len(rows)] if is_whole else values[rows])
 
     def _parts(self, slots: Indices) -> list[memoryview]:
         """The memory of slots, in one piece where they follow each other."""
