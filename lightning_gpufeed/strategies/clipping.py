@@ -28,14 +28,16 @@ def clipped_on_arrival(precision: Precision, sync: ClippedGradientSync) -> Itera
         Nothing.
     """
     ways: dict[str, Callable[[Any, float], bool]] = {"clip_grad_by_norm": sync.clip, "clip_grad_by_value": sync.clamp}
+    replaced = []
     for name, on_arrival in ways.items():
-        if getattr(type(precision), name) is getattr(Precision, name):
+        if getattr(type(precision), name) is getattr(Precision, name) and name not in vars(precision):
             setattr(precision, name, _first(on_arrival, getattr(precision, name)))
+            replaced.append(name)
     try:
         yield
     finally:
-        for name in ways:
-            precision.__dict__.pop(name, None)
+        for name in replaced:
+            delattr(precision, name)
 
 
 def _first(on_arrival: Callable[[Any, float], bool], usual: Callable[[Any, float], None]) -> Callable[..., None]:

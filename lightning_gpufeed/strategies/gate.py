@@ -46,7 +46,7 @@ def why_not_overlap(
     if needs_norm(trainer, module) and not is_norm_known:
         if is_overridden("configure_gradient_clipping", module):
             return "configure_gradient_clipping is overridden and may need all gradients"
-        return "clipping by norm has to see all gradients (overlap_clipping=True sends half of them later)"
+        return "clipping by norm has to see all gradients (overlap_clipping=True sends half later, in 32 or 64 bits)"
     return why_inseparable(optimizer)
 
 

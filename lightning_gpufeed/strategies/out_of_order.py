@@ -125,7 +125,7 @@ class OutOfOrderStrategy(DDPStrategy):
             timeout: How long a rank waits for the others before it fails; in YAML "0:30:00".
             start_method: How the other ranks of this machine are started.
             overlap_clipping: Whether a step with clipping by norm may be taken in the next forward too, where that is
-                measured to be faster. Gradients are summed in two halves, and the norm in another order: equal to 1e-6.
+                measured to be faster. Gradients are summed in two halves. Equal but for the rounding of the norm.
             pipeline_size: Ranks that share a model. From 2 on this is a `PipelineStrategy`, which says what that is.
             num_microbatches: How many a batch is cut into in a pipeline; None for four for each rank of it.
             pipeline_module: Name of the `nn.Sequential` to share out, or of a method that returns layers in order,
@@ -314,7 +314,7 @@ class OutOfOrderStrategy(DDPStrategy):
         assert isinstance(module, LightningModule)
         assert self._trainer is not None
         reason = f"its step was given {', '.join(kwargs)}" if kwargs else None
-        is_norm_known = self._options.overlap_clipping
+        is_norm_known = self._sync.can_know_norm
         reason = reason or why_not_overlap(self._trainer, module, raw(optimizer), is_norm_known=is_norm_known)
         self._sync.can_cross, self._sync.needs_norm = reason is None, needs_norm(self._trainer, module)
         self._num_steps += 1

@@ -287,16 +287,22 @@ class AwaitedParameters:
             parameter.__class__ = _AwaitedParameter
         return others
 
-    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+    def release(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Make parameters ordinary again.
 
         Args:
             parameters: Awaited ones; others are left as they are.
+
+        Returns:
+            Those that were awaited.
         """
+        released = []
         for parameter in parameters:
             if self._held.pop(id(parameter), None) is not None:
                 del _owners[id(parameter)]
                 parameter.__class__ = nn.Parameter
+                released.append(parameter)
+        return released
 
     def settle(self, parameter: nn.Parameter) -> None:
         """Do what has to be done before a parameter is used.

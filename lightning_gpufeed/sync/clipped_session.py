@@ -8,7 +8,7 @@ the norm is known when the first half is over, and gradients are multiplied when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ __all__ = ["ClippedGradientSync"]
 
 _EXACT = (torch.float32, torch.float64)
 """Types whose norm is known to 1e-6 whichever way it is summed."""
+_SAME = 1e-6
+"""Share of a gradient's norm up to which it has not been changed: an alias of it may be summed in another order."""
 
 
 class ClippedGradientSync(GradientSync):
@@ -48,15 +50,19 @@ class ClippedGradientSync(GradientSync):
 
     needs_norm: bool = False
     _on_arrival: Callable[[Sequence[nn.Parameter]], None] | None = None
+    _seen: dict[nn.Parameter, Tensor | None] | None = None
+    """Norms of the gradients that somebody has got to see, as they were then; None if the norm of all is not known."""
 
-    def _can_scatter(self) -> bool:
+    @property
+    def can_know_norm(self) -> bool:
+        """Whether the norm of all gradients may be known before they have arrived: if asked for, and precise enough."""
         return self._options.overlap_clipping and all(layer.memory[1] in _EXACT for layer in self._tuner.layers)
 
     def _scatters(self) -> bool:
-        return self.can_cross and self.needs_norm and self._can_scatter()
+        return self.can_cross and self.needs_norm and self.can_know_norm
 
     def _may_cross(self) -> bool:
-        return super()._may_cross() and (not self.needs_norm or self._can_scatter())
+        return super()._may_cross() and (not self.needs_norm or self.can_know_norm)
 
     def _crosses(self) -> bool:
         return super()._crosses() and (not self.needs_norm or self.plan.is_scattered)
@@ -76,7 +82,27 @@ class ClippedGradientSync(GradientSync):
             SyncError: Another rank is gone.
         """
         super().backward_begins(loss)
-        self._on_arrival = None
+        self._on_arrival = self._seen = None
+
+    def backward_ends(self) -> None:
+        """Backward is over: weight gradients that waited are computed, and the last gradients sent.
+
+        Raises:
+            SyncError: Another rank is gone, or a parameter has no gradient and `find_unused_parameters` is not set.
+        """
+        super().backward_ends()
+        if self.is_syncing and self._crosses() and isinstance(self._reducer, ScatteredReducer):
+            self._seen = _norms(self._parameters_here())
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """Take an optimizer's step: for each parameter as soon as its gradient is there and it is used.
+
+        Args:
+            optimizer: One that is separable, see `why_inseparable`. The step is that of now, whatever a scheduler does
+                to its groups meanwhile.
+        """
+        self._seen = None
+        super().step(optimizer)
 
     def clip(self, optimizer: optim.Optimizer, max_norm: float) -> bool:
         """Clip the gradients of the step under way by their norm, each when it arrives.
@@ -92,11 +118,7 @@ class ClippedGradientSync(GradientSync):
             SyncError: Another rank is gone.
         """
         reducer = self._reducer
-        if (
-            not isinstance(reducer, ScatteredReducer)
-            or not self._has_all(optimizer)
-            or not self._is_as_reduced(reducer)
-        ):
+        if not isinstance(reducer, ScatteredReducer) or not self._has_all(optimizer) or not self._is_norm_of_now():
             self.synchronize()
             return False
         self._set_on_arrival(partial(_multiply, reducer.coefficient(max_norm)))
@@ -118,32 +140,62 @@ class ClippedGradientSync(GradientSync):
         if not len(self._awaited) or not self._has_all(optimizer):
             self.synchronize()
             return False
-        self._set_on_arrival(lambda parameters: nn.utils.clip_grad_value_(parameters, value))
+        self._set_on_arrival(partial(_clamp, value))
         return True
 
     def _set_on_arrival(self, clip: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        if here := [one for layer in self.layers for one in layer.parameters if one not in self._awaited]:
+        if here := self._parameters_here():
             clip(here)
         self._on_arrival = clip
 
     def _has_all(self, optimizer: optim.Optimizer) -> bool:
         """Whether an optimizer updates what is reduced, and nothing was clipped before."""
-        updated = {id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
+        updated = {id(one) for group in optimizer.param_groups for one in group["params"] if _has_gradient(one)}
         return updated == self._layer_of.keys() and self._on_arrival is None
 
-    def _is_as_reduced(self, reducer: ScatteredReducer) -> bool:
-        """Whether the norm is that of the gradients as they are now."""
-        if not reducer.is_untouched:
+    def _is_norm_of_now(self) -> bool:
+        """Whether the norm that was summed is that of the gradients as they are now."""
+        # Whoever has seen one may have changed it, by ways that leave no trace; or only looked at it, on one rank, and
+        # then this one must not clip in another way than the others.
+        if self._seen is None:
             return False
-        for i, layer in enumerate(self.layers):
-            for n, parameter in enumerate(layer.parameters):
-                if parameter not in self._awaited and not reducer.is_in_place(i, n):
-                    return False
-        return True
+        now = _norms(self._seen)
+        if any((norm is None) != (now[one] is None) for one, norm in self._seen.items()):
+            return False
+        pairs = [(now[one], norm) for one, norm in self._seen.items() if norm is not None]
+        if not pairs:
+            return True
+        found, expected = (torch.stack([norm.double() for norm in side]) for side in zip(*pairs, strict=True))
+        return torch.allclose(found, expected, rtol=_SAME, atol=0.0, equal_nan=True)
+
+    def _parameters_here(self) -> list[nn.Parameter]:
+        return [one for layer in self.layers for one in layer.parameters if one not in self._awaited]
 
     def _arrived(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._on_arrival is not None:
             self._on_arrival(parameters)
+        elif self._seen is not None:
+            self._seen |= _norms(parameters)
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and bool(parameter.numel())
+
+
+@torch.no_grad()
+def _norms(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
+    """Of each gradient."""
+    norms: dict[nn.Parameter, Tensor | None] = dict.fromkeys(parameters)
+    some = {one: one.grad for one in norms if one.grad is not None}
+    if some:
+        norms.update(zip(some, torch._foreach_norm(list(some.values())), strict=True))
+    return norms
+
+
+def _clamp(value: float, parameters: Sequence[nn.Parameter]) -> None:
+    """Gradients, in place. torch refuses to clip none at all, as of a branch that nobody has used."""
+    if some := [one for one in parameters if one.grad is not None]:
+        nn.utils.clip_grad_value_(some, value)
 
 
 @torch.no_grad()

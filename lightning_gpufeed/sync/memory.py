@@ -5,9 +5,6 @@
     plan        bucket 0: layer 3 | bucket 1: the head of layer 0 | bucket 2: the rest of layer 0, layer 1
     memory      [ 3 3 3 3 3 3 3 3 | 0 0 0 0 | 0 0 0 0 1 1 1 1 ]
                                     └── the gradient of a parameter of layer 0 is a view
-
-Private name of torch, asserted in `tests/test_private_api.py`: `Tensor._version`, which tells a gradient that somebody
-has changed from one that has only arrived.
 """
 
 from __future__ import annotations
@@ -58,11 +55,6 @@ class GradientMemory:
             self.views[i] = tuple(views)
         self.slices = [self._slices(bucket, layers, starts) for bucket in buckets]
 
-    @property
-    def version(self) -> int:
-        """Grows whenever a gradient is changed in place, by whomever; not by messages that arrive."""
-        return sum(flat._version for flat in self._flat.values())
-
     def _slices(self, bucket: Bucket, layers: Sequence[SyncLayer], starts: dict[int, int]) -> list[Tensor]:
         ranges: list[tuple[tuple[torch.device, torch.dtype], int, int]] = []
         for layer, begin_byte, end_byte in bucket:
@@ -75,8 +67,7 @@ class GradientMemory:
                 ranges[-1] = (where, ranges[-1][1], end)
             else:
                 ranges.append((where, begin, end))
-        # What is written into `.data` is not counted as a change.
-        return [self._flat[where].data[begin:end] for where, begin, end in ranges]
+        return [self._flat[where][begin:end] for where, begin, end in ranges]
 
 
 def _view(flat: Tensor, parameter: nn.Parameter) -> Tensor:

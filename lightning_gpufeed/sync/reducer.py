@@ -176,7 +176,7 @@ class Reducer:
                 works.pop()
         for n in self._unused.pop(layer, ()):
             if self._has_unused and self._is_used_somewhere(layer, n):
-                self.layers[layer].parameters[n].grad = self.memory.views[layer][n]
+                self.layers[layer].parameters[n].grad = self.memory.views[layer][n].detach()
 
     def is_arrived(self, layer: int) -> bool:
         """Whether waiting for a layer would take no time.
@@ -226,7 +226,7 @@ class Reducer:
                     view.mul_(self._scale)
                 else:
                     torch.mul(grad.detach(), self._scale, out=view)
-                    parameter.grad = view
+                    parameter.grad = view.detach()  # whoever sets its `.data` leaves the bucket as it is
         for bucket in self._buckets_of[layer]:
             self._full[bucket] -= 1
 

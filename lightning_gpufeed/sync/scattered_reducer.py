@@ -30,6 +30,8 @@ __all__ = ["ScatteredReducer"]
 # The newer names first: torch 2.13 warns of the others.
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_ROW = 4096
+"""Numbers whose squares are summed in their own type, before sums go on in 64 bits."""
 _EPSILON = 1e-6
 """Of `torch.nn.utils.clip_grad_norm_`."""
 
@@ -81,8 +83,6 @@ class ScatteredReducer(Reducer):
         self._sent: list[_Part] = []
         self._num_summed = 0
         self._norm: tuple[Tensor, Any] | None = None
-        self._version = -1
-        self._without: set[tuple[int, int]] = set()
 
     def _send(self, part: Tensor) -> Any:
         """Give each rank its part."""
@@ -115,7 +115,6 @@ class ScatteredReducer(Reducer):
         missing = super().end()
         if missing:
             return missing
-        self._without = {(layer, n) for layer, unused in self._unused.items() for n in unused}
         with torch.no_grad():
             while self._num_summed < len(self._sent):
                 self._sum_next()
@@ -129,7 +128,6 @@ class ScatteredReducer(Reducer):
             for number in self._gathers:
                 self._works[number] = [self._gather(part) for part in self.memory.slices[number]]
                 self._works[number] = [work for work in self._works[number] if work is not None]
-        self._version = self.memory.version
         return missing
 
     def _gather(self, part: Tensor) -> Any:
@@ -143,28 +141,12 @@ class ScatteredReducer(Reducer):
             tensors += [part.rest for part in self._parts.values() if part.rest.numel()]
         if not tensors:
             return torch.zeros((), dtype=torch.float64, device=self._used.device)
-        norms = torch._foreach_norm(tensors)
-        return torch.stack([norm.double() for norm in norms]).square().sum()
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nobody has changed a gradient in place since `end`."""
-        return self._norm is not None and self.memory.version == self._version
-
-    def is_in_place(self, layer: int, n: int) -> bool:
-        """Whether a parameter has the gradient that it was given.
-
-        Args:
-            layer: Which.
-            n: Number of the parameter in it, one that was waited for.
-
-        Returns:
-            False if it was replaced, or taken away.
-        """
-        gradient = self.layers[layer].parameters[n].grad
-        if gradient is None:
-            return (layer, n) in self._without
-        return gradient.data_ptr() == self.memory.views[layer][n].data_ptr()
+        norms = [norm.double().view(1) for norm in torch._foreach_norm([tensor[_rows(tensor) :] for tensor in tensors])]
+        # In one go torch sums so many numbers of 32 bits one after the other that a norm is 1e-4 off.
+        for tensor in tensors:
+            if end := _rows(tensor):
+                norms.append(torch.linalg.vector_norm(tensor[:end].view(-1, _ROW), dim=1).double())
+        return torch.cat(norms).square().sum()
 
     def coefficient(self, max_norm: float) -> Tensor:
         """What all gradients have to be multiplied by, so that their norm is at most `max_norm`.
@@ -216,6 +198,11 @@ class _Part:
             self.own.copy_(first)
         for number, other in enumerate(others):
             torch.add(self.own if number else first, other, out=self.own)
+
+
+def _rows(tensor: Tensor) -> int:
+    """How many numbers are in whole rows."""
+    return tensor.numel() // _ROW * _ROW
 
 
 def _by_type(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:

@@ -371,7 +371,7 @@ class GradientSync:
                     break
                 self._reducer.wait(layer)
                 chosen += self.layers[layer].parameters
-        self._awaited.release(chosen)
+        chosen = self._awaited.release(chosen)  # without those of a class of their own, which have been waited for
         self._arrived(chosen)
         self.steps.take(chosen)
 

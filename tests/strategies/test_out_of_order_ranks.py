@@ -161,6 +161,13 @@ PAIRS: dict[str, dict[str, Any]] = {
     "clipped by hand": {"module": "ClippedByHand"},
     "clipped by torch": {"module": "ClippedByTorch"},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "clipped by value, unused": {
+        "net": {"body": "branches"},
+        "find_unused_parameters": True,
+        "gradient_clip_val": 0.01,
+        "gradient_clip_algorithm": "value",
+        **FIVE,
+    },
     "skipping": {"module": "Skipping", **FIVE},
     "zeroing": {"module": "Zeroing", "callbacks": [["reader", "gradients", "on_before_zero_grad"]]},
     "zeroing, unused": {

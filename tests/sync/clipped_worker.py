@@ -58,6 +58,27 @@ def change_in_place(number: int, model: nn.Module) -> None:
             next(model.parameters()).grad.mul_(3.0)
 
 
+def change_behind_its_back(number: int, model: nn.Module) -> None:
+    next(model.parameters()).grad.data.mul_(3.0)
+
+
+def replace_data(number: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data * 3.0
+
+
+def measure_on_rank_0(number: int, model: nn.Module) -> None:
+    """As whoever logs a norm does it: all gradients are multiplied by one."""
+    if distributed.get_rank() == 0:
+        clip_grad_norm_(model.parameters(), float("inf"))
+
+
+def copy_on_rank_0(number: int, model: nn.Module) -> None:
+    if distributed.get_rank() == 0:
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+
+
 def replace_one(number: int, model: nn.Module) -> None:
     parameter = next(model.parameters())
     parameter.grad = parameter.grad * 3.0
@@ -70,7 +91,11 @@ def take_one_away(number: int, model: nn.Module) -> None:
 MEDDLERS = {
     "one rank looks": look_on_rank_0,
     "all look at one": look_at_one,
+    "one rank measures": measure_on_rank_0,
+    "one rank copies": copy_on_rank_0,
     "one is changed": change_in_place,
+    "one is changed behind its back": change_behind_its_back,
+    "data are replaced": replace_data,
     "one is replaced": replace_one,
     "one is taken away": take_one_away,
 }
@@ -194,7 +219,19 @@ def _run(said: dict[str, Any]) -> None:
     if distributed.get_world_size() > 2:
         return
     said["found by itself"] = differences(dense, SMALL, FOUND, num_steps=56)
+    said["class of its own"] = differences(with_class_of_its_own, SMALL, small)
     said["half precision"] = differences(in_half_precision, SMALL, small)
+
+
+class Special(nn.Parameter):
+    """A parameter of a class of its own: nobody waits for it when it is used."""
+
+
+def with_class_of_its_own() -> nn.Module:
+    model = dense()
+    model[0].weight = Special(model[0].weight.detach())
+    model[2].bias = Special(model[2].bias.detach())
+    return model
 
 
 def in_half_precision() -> nn.Module:

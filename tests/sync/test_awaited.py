@@ -536,7 +536,7 @@ def test_hold_gives_back_what_it_cannot_hold():
     assert [id(one) for one in other.held()] == [id(free)]
     assert free in other
     assert held not in other
-    other.release([free, special, held])
+    assert [id(one) for one in other.release([free, special, held])] == [id(free)]
     assert type(special) is Special
     assert len(owner.parameters) == 1
     held.sum()

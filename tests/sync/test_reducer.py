@@ -115,7 +115,8 @@ def test_a_gradient_is_a_view_of_its_bucket_from_the_first_step_on(ranks):
         reducer.end()
         for i, layer in enumerate(layers):
             for parameter, view in zip(layer.parameters, reducer.memory.views[i], strict=True):
-                assert parameter.grad is view
+                assert parameter.grad.data_ptr() == view.data_ptr()
+                assert parameter.grad.stride() == view.stride()
 
 
 def test_a_gradient_that_is_added_to_its_view_is_not_copied(ranks):
@@ -146,6 +147,23 @@ def test_gradients_of_any_type_are_reduced(ranks, dtype):
     reducer.wait(0)
     assert layers[0].parameters[0].grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert layers[0].parameters[0].grad.dtype == dtype
+
+
+def test_whoever_sets_the_data_of_a_gradient_leaves_the_bucket_as_it_is(ranks):
+    layers = make_layers()
+    reducer = Reducer(layers, own_buckets(layers), ranks.group)
+    parameter = layers[0].parameters[0]
+    for value in (1.0, 2.0):
+        set_gradients(layers, value)
+        reducer.begin()
+        see_all(reducer)
+        assert reducer.end() == []
+        for layer in range(len(layers)):
+            reducer.wait(layer)
+        assert parameter.grad.unique().tolist() == [value]
+        assert parameter.grad.data_ptr() == reducer.memory.views[0][0].data_ptr()
+        parameter.grad.data = parameter.grad.data * 3.0
+        assert reducer.memory.views[0][0].unique().tolist() == [value]
 
 
 def test_waiting_again_and_waiting_in_any_order_changes_nothing(ranks):
