@@ -54,10 +54,15 @@ SET_BY_LIBRARIES = frozenset(
 )
 """Variables that a library sets by itself: put back, but no fault of the test."""
 
+FEW_BUT_LONG = frozenset(
+    {"test_progress.py", "test_conftest.py", "test_classify_real.py", "test_loader_facts.py", "test_reader_process.py"}
+)
+"""Files that take longer than so few tests would let one expect, for they start programs."""
+
 CALL_FAILED = pytest.StashKey[bool]()
-NO_H5_FILE = pytest.StashKey[bool]()
-"""Whether the test before left none open, and nothing has run since that could have opened one: it takes a while to
-look."""
+NO_H5_FILE = pytest.StashKey[int | None]()
+"""How many pages of memory this process had mapped when the test before left no file open; nothing if that is not so,
+or something has run since that could have opened one: it takes a while to look."""
 
 # With tensors as small as those of the tests, the cores would only wait for each other.
 torch.set_num_threads(1)
@@ -81,15 +86,31 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """Have every second process begin with the last file: what one has compiled, the other finds.
+
+    That pytest rewrites what is asserted takes half of the time of a first look at all files.
+    """
+    report = yield
+    if isinstance(collector, pytest.Dir) and os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
+        report.result = report.result[::-1]
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that may take long, and end with those of few tests, so that two processes end together.
 
-    What starts processes of its own has few tests that take long, and a limit of its own.
+    What starts processes of its own has few tests that take long, and mostly a limit of its own.
     """
     if not hasattr(config, "workerinput"):  # one process runs them all
         return
     counts = Counter(item.path for item in items)
-    long = {item.path for item in items if item.get_closest_marker("timeout") is not None}
+    long = {
+        item.path
+        for item in items
+        if item.path.name in FEW_BUT_LONG or any(map(item.get_closest_marker, ("timeout", "slow")))
+    }
     items.sort(key=lambda item: (item.path not in long, -counts[item.path], str(item.path)))
 
 
@@ -119,15 +140,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
     """Look again for open files that are there before a test, where it shares a fixture with others."""
     if fixturedef.scope != "function":
-        request.session.stash[NO_H5_FILE] = False
+        request.session.stash[NO_H5_FILE] = None
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest, _same_start: None) -> Iterator[None]:
     """Fail a test that leaves a thread, a process or an open HDF5 file, or moves the whole program."""
     stash = request.session.stash
-    h5_files = set() if stash.get(NO_H5_FILE, False) else _open_h5_files()
-    stash[NO_H5_FILE] = False
+    num_pages = stash.get(NO_H5_FILE, None)
+    h5_files = _open_h5_files() if num_pages is None else set()
+    stash[NO_H5_FILE] = None
     threads, processes = set(threading.enumerate()), _child_processes()
     directory, environment = Path.cwd(), dict(os.environ)
     yield
@@ -140,8 +162,10 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _same_start: None) -> I
     ]
     # The traceback of a failed test holds what its frames held, an open file too: that is no leak.
     if not request.node.stash.get(CALL_FAILED, False):
-        open_now = _open_h5_files()
-        stash[NO_H5_FILE] = not open_now
+        pages_now = _num_mapped_pages()
+        # Most tests map as much as the one before, so none of it is a file that was mapped meanwhile.
+        open_now = _h5_descriptors() if num_pages == pages_now else _open_h5_files()
+        stash[NO_H5_FILE] = None if open_now else pages_now
         left += _leaked_h5_files(h5_files, open_now)
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
@@ -252,6 +276,11 @@ def _leaked_processes(before: set[psutil.Process]) -> list[str]:
 
 def _open_h5_files() -> set[str]:
     """Give the HDF5 files that are open or mapped, as `descriptor -> path` and `mapping of path`."""
+    return _h5_descriptors() | _mapped_h5_files()
+
+
+def _h5_descriptors() -> set[str]:
+    """Give the HDF5 files that are open."""
     if not os.path.isdir("/proc/self/fd"):  # not Linux
         return set()
     found = set()
@@ -262,11 +291,22 @@ def _open_h5_files() -> set[str]:
             continue
         if H5_NAME.search(target):
             found.add(f"descriptor {os.fsdecode(descriptor)} -> {os.fsdecode(target)}")
-    return found | _mapped_h5_files()
+    return found
+
+
+def _num_mapped_pages() -> int | None:
+    """Tell in microseconds how much of memory is mapped."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[0])
+    except FileNotFoundError:  # not Linux
+        return None
 
 
 def _mapped_h5_files() -> set[str]:
     """Give the HDF5 files that are mapped."""
+    if not os.path.exists("/proc/self/maps"):  # not Linux
+        return set()
     with open("/proc/self/maps", "rb", buffering=0) as file:
         maps = file.read()
     if not H5_NAME.search(maps):  # of most tests, and a line after the other takes a while

@@ -90,8 +90,10 @@ class EveryPart(LightningCLI):
 
 
 def run_program(arguments: Sequence[str], program: type[LightningCLI], **settings: Any) -> LightningCLI:
-    """Run `train.py ARGUMENTS` in this process."""
+    """Run `train.py ARGUMENTS` in this process, without the commands not used: each takes a while to set up."""
     torch.set_num_threads(1)
+    used = {name: skipped for name, skipped in program.subcommands().items() if name in arguments}
+    program = type(program.__name__, (program,), {"subcommands": staticmethod(lambda: used)})
     before, sys.argv = sys.argv, ["train.py", *arguments]
     try:
         # Model and data are whatever the YAML names. In a context of its own: jsonargparse keeps the latest parser in a

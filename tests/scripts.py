@@ -36,11 +36,14 @@ import os
 if os.fork():
     os._exit(0)
 os.setsid()
-import gc, json, runpy, signal, socket, sys
+import contextlib, gc, json, runpy, signal, socket, sys
 import lightning.pytorch, lightning_gpufeed
+with contextlib.suppress(ImportError):
+    import s3fs  # with its first checkpoint Lightning imports it, which takes every script half a second
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 gc.collect()
 gc.freeze()  # no script has to look through what was imported
+gc.set_threshold(10_000)  # nor all the time through what it has itself
 requests = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to ask for how they ended
 while True:

@@ -66,7 +66,7 @@ def main() -> None:
             h5py.h5d.create(h5_file.id, b"images", h5py.h5t.NATIVE_UINT8, space, dcpl)
         model = Mean()
         datamodule = H5ImageDataModule(path, batch_size=BATCH_SIZE)
-        make_trainer(max_epochs=5).fit(model, datamodule)
+        make_trainer(max_epochs=4).fit(model, datamodule)
         measured[num_samples] = model.kib
         path.unlink()
     print(json.dumps(measured))

@@ -21,7 +21,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_gpufeed import FeedError, H5ImageDataModule, H5Loader
 from lightning_gpufeed.hdf5.order import WeightedShuffle
 from tests.contracts import joined
-from tests.datamodules.models import Recorder, every_checkpoint, make_trainer, same_bits, state_of, write_images
+from tests.datamodules.models import Recorder as Logging
+from tests.datamodules.models import every_checkpoint, make_trainer, same_bits, state_of, write_images
 
 # The runs that resume have no callbacks that would save again.
 pytestmark = [
@@ -31,6 +32,13 @@ pytestmark = [
 ]
 
 NUM_SAMPLES, NUM_VAL, BATCH_SIZE, NUM_EPOCHS = 18, 5, 4, 2  # five steps an epoch, the last one of two samples
+
+
+class Recorder(Logging):
+    """Logs nothing: what is logged is compared in `test_composition.py`, and takes a quarter of the time here."""
+
+    def log(self, *args: Any, **settings: Any) -> None:
+        """Leave it out."""
 
 
 @pytest.fixture
