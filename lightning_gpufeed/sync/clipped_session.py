@@ -70,7 +70,8 @@ class ClippedGradientSync(GradientSync):
     def _make_reducer(self, **options: Any) -> Reducer:
         if not self.plan.is_scattered:
             return super()._make_reducer(**options)
-        return ScatteredReducer(self.layers, self.plan, self.ranks.group, **options)
+        # Halves of one message after the other leave the link idle between two with gloo: two at a time fill it.
+        return ScatteredReducer(self.layers, self.plan, self.ranks.unordered_group, **options)
 
     def backward_begins(self, loss: Tensor | None = None) -> None:
         """Forward is over. What it has not used is updated now.

@@ -59,7 +59,7 @@ class ScatteredReducer(Reducer):
         Args:
             layers: As the plan numbers them, the same on all ranks; of 32-bit or 64-bit floating point.
             plan: A scattered one.
-            group: Process group, used by nothing else; of one message after the other.
+            group: Process group, used by nothing else.
             is_late: Layers that are not sent before backward has ended: their gradients may come in several parts.
             sparse: Names and parameters of which the gradient is sparse. The norm is not that of theirs.
             find_unused_parameters: Whether a parameter may have no gradient: then it keeps none if no rank has one.
@@ -125,6 +125,8 @@ class ScatteredReducer(Reducer):
                     rest.copy_(summed)
             squares = self._squares()
             self._norm = squares, self._all_reduce(squares)
+            if self._is_exchanged:  # or so small a message would come behind the others that go at the same time
+                self._wait(self._norm[1], "the norm of all gradients")
             for number in self._gathers:
                 self._works[number] = [self._gather(part) for part in self.memory.slices[number]]
                 self._works[number] = [work for work in self._works[number] if work is not None]
