@@ -75,6 +75,7 @@ def test_the_norm_of_millions_of_numbers_is_right_to_1e_7_where_that_of_torch_is
     reducer.begin()
     reducer.see(0)
     reducer.end()
+    assert [one.numel() for one in reducer.memory.slices[0]] == [1 << 18] * 8  # of 1 MB
     assert float(reducer.coefficient(1.0)) == pytest.approx(1 / (exact + 1e-6), rel=2e-7)
 
 
