@@ -35,7 +35,7 @@ from tests.composition_models import (
     strategy_of,
 )
 from tests.datamodules.models import MemoryLogger, make_trainer
-from tests.process_groups import end_of_cell
+from tests.process_groups import agree_on_port, end_of_cell
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -123,7 +123,7 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     for cell in plan["cells"]:
         begin = time.monotonic()
-        os.environ["MASTER_PORT"] = str(cell["port"])  # looked at if there is no group
+        agree_on_port(Path(plan["out"]) / f"{cell['name']}.port", RANK)
         name = cell["name"]
         try:
             result = train(plan, Path(plan["out"]) / name, **cell["arguments"])

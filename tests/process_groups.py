@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch import distributed
 
-__all__ = ["end_of_cell", "left_as_found"]
+from tests.doubles import free_port
+
+__all__ = ["agree_on_port", "end_of_cell", "left_as_found"]
+
+_PORT_SECONDS = 60.0
+
+
+def agree_on_port(file: Path, rank: int) -> None:
+    """Where the ranks meet, if they have no group. One that was free some minutes ago may be somebody else's by now.
+
+    Args:
+        file: Written by rank 0, for the others to read.
+        rank: This one.
+    """
+    if rank == 0:
+        file.with_suffix(".new").write_text(str(free_port()))
+        file.with_suffix(".new").rename(file)
+    deadline = time.monotonic() + _PORT_SECONDS
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.environ["MASTER_PORT"] = file.read_text()
 
 
 @contextmanager

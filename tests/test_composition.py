@@ -18,7 +18,7 @@ import torch
 
 from tests.composition_models import ECHO, NUM_TRAIN, NUM_VAL, middle_of, num_replicas_of
 from tests.datamodules.models import same_bits, write_images
-from tests.doubles import free_port, run_ranks
+from tests.doubles import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -169,7 +169,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
             "world_size": world_size,
             "files": files,
             "out": str(out),
-            "cells": [{"name": name, "port": free_port(), "arguments": one} for name, one in cells.items()],
+            "cells": [{"name": name, "arguments": one} for name, one in cells.items()],
         }
         logs[world_size] = run_ranks(
             Path(__file__).with_name("composition_worker.py"),

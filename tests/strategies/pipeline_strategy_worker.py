@@ -33,7 +33,7 @@ from torch import Tensor, distributed, nn
 from lightning_gpufeed import OutOfOrderStrategy
 from lightning_gpufeed.pipeline.nested import microbatch_sizes
 from tests.datamodules.models import MemoryLogger, make_trainer, state_of
-from tests.process_groups import end_of_cell
+from tests.process_groups import agree_on_port, end_of_cell
 from tests.strategies.pipeline_users import MODULES, RANK, Chain, Watch, callbacks_of, loader_of
 
 
@@ -217,7 +217,7 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     for scenario in plan["scenarios"]:
         begin = time.monotonic()
-        os.environ["MASTER_PORT"] = str(scenario["port"])  # looked at if there is no group
+        agree_on_port(Path(plan["out"]) / f"{scenario['name']}.port", RANK)
         name = scenario["name"]
         try:
             result = train(Path(plan["out"]) / name, devices=plan["world_size"], **scenario["arguments"])

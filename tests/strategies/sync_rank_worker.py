@@ -46,7 +46,7 @@ from lightning_gpufeed.sync import candidates, tuner
 from lightning_gpufeed.sync.layers import find_layers
 from lightning_gpufeed.sync.plan import Piece, SyncPlan
 from tests.datamodules.models import MemoryLogger, make_trainer, state_of
-from tests.process_groups import end_of_cell
+from tests.process_groups import agree_on_port, end_of_cell
 from tests.strategies.sync_models import MODULES, Batches
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -394,7 +394,7 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     for scenario in plan["scenarios"]:
         begin = time.monotonic()
-        os.environ["MASTER_PORT"] = str(scenario["port"])  # looked at if there is no group
+        agree_on_port(Path(plan["out"]) / f"{scenario['name']}.port", RANK)
         try:
             result = train(plan, scenario["name"], **scenario["arguments"])
         except Exception as error:

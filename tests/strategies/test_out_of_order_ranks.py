@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.datamodules.models import make_trainer, state_of
-from tests.doubles import free_port, run_ranks
+from tests.doubles import run_ranks
 from tests.strategies.sync_models import Batches, Net
 
 pytestmark = [
@@ -345,7 +345,7 @@ def run(folder: Path, scenarios: list[dict[str, Any]], num_ranks: int) -> Ranks:
 
 
 def scenario(name: str, strategy: dict[str, Any] | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "port": free_port(), "arguments": {**arguments, "strategy": strategy}}
+    return {"name": name, "arguments": {**arguments, "strategy": strategy}}
 
 
 def both(name: str, arguments: dict[str, Any], options: dict[str, Any] = CROSSING) -> Iterator[dict[str, Any]]:

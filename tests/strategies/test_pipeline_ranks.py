@@ -29,7 +29,7 @@ from lightning_gpufeed.pipeline.nested import microbatch_sizes
 from lightning_gpufeed.pipeline.plan import PipelineOptions
 from lightning_gpufeed.pipeline.schedule import Schedule
 from lightning_gpufeed.strategies.pipeline import PipelineStrategy
-from tests.doubles import free_port, run_ranks
+from tests.doubles import run_ranks
 from tests.strategies.pipeline_strategy_worker import train
 from tests.strategies.pipeline_users import Net, dataset
 
@@ -366,10 +366,7 @@ class Ranks:
 
 def run(folder: Path, trainings: dict[str, dict[str, Any]], num_ranks: int) -> Ranks:
     folder.mkdir(exist_ok=True)
-    scenarios = [
-        {"name": name, "port": free_port(), "arguments": {"strategy": PLAIN, **arguments}}
-        for name, arguments in trainings.items()
-    ]
+    scenarios = [{"name": name, "arguments": {"strategy": PLAIN, **arguments}} for name, arguments in trainings.items()]
     plan = {"world_size": num_ranks, "scenarios": scenarios, "out": str(folder)}
     text = run_ranks(WORKER, plan, folder, num_processes=num_ranks, limit_seconds=LIMIT_SECONDS)
     return Ranks(folder, text, num_ranks)
@@ -862,7 +859,7 @@ def test_forked_ranks_give_the_whole_model_back(tmp_path):
     arguments = {"strategy": {**PLAIN, "start_method": "fork"}}
     plan = {
         "world_size": 2,
-        "scenarios": [{"name": "forked", "port": free_port(), "arguments": arguments}],
+        "scenarios": [{"name": "forked", "arguments": arguments}],
         "out": str(tmp_path),
     }
     text = run_ranks(WORKER, plan, tmp_path, num_processes=1, limit_seconds=LIMIT_SECONDS)
