@@ -6,12 +6,7 @@ Run by `tests.doubles.run_ranks`.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import sys
-import traceback
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from lightning_gpufeed.sync.candidates import PlanOptions
 from lightning_gpufeed.sync.clipped_session import ClippedGradientSync
 from lightning_gpufeed.sync.ranks import Ranks
-from tests.sync.sync_worker import MODELS, Branches, batch, convolutional, dense
+from tests.sync.sync_worker import MODELS, Branches, batch, convolutional, dense, run_rank
 
 PLANS = {
     "small messages": PlanOptions(0, True, 100, overlap_clipping=True),
@@ -202,7 +197,7 @@ def _is_same(found: dict[str, Tensor], names: Collection[str]) -> bool:
     return all(torch.equal(one, every[0][name]) for other in every for name, one in other.items())
 
 
-def _run(said: dict[str, Any]) -> None:
+def _run(said: dict[str, Any], rank: int, folder: Path) -> None:
     norms = {"clipped": SMALL} if distributed.get_world_size() > 2 else {"clipped": SMALL, "not clipped": LARGE}
     for name, make_model in MODELS.items():
         for how, options in PLANS.items():
@@ -246,19 +241,5 @@ def in_half_precision() -> nn.Module:
     return Cast()
 
 
-def main(plan_path: str) -> None:
-    plan = json.loads(Path(plan_path).read_text())
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=plan["world_size"], timeout=timedelta(seconds=50))
-    said: dict[str, Any] = {}
-    try:
-        _run(said)
-    except BaseException:
-        said["error"] = traceback.format_exc()
-    (Path(plan["folder"]) / f"said.{rank}.json").write_text(json.dumps(said))
-    os._exit(0)  # the group cannot be closed if the other rank is gone
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_rank(_run)

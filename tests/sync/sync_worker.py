@@ -335,21 +335,30 @@ def _abandoned(said: dict[str, Any], rank: int, is_abandoned: Path) -> None:
         said[f"as before {place}"] = all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
-def main(plan_path: str) -> None:
-    plan = json.loads(Path(plan_path).read_text())
+def run_rank(run: Callable[[dict[str, Any], int, Path], None]) -> None:
+    """Be the rank that a test has started, and write down what is found.
+
+    Args:
+        run: Given where to put it, the rank, and a folder of all ranks.
+    """
+    plan = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["LOCAL_RANK"])
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=plan["world_size"], timeout=timedelta(seconds=50))
     said: dict[str, Any] = {}
     try:
-        _equal_runs(said)
-        _errors(said, rank)
-        _abandoned(said, rank, Path(plan["folder"]) / "abandoned")
+        run(said, rank, Path(plan["folder"]))
     except BaseException:
         said["error"] = traceback.format_exc()
     (Path(plan["folder"]) / f"said.{rank}.json").write_text(json.dumps(said))
     os._exit(0)  # the group cannot be closed without the other rank
 
 
+def _run(said: dict[str, Any], rank: int, folder: Path) -> None:
+    _equal_runs(said)
+    _errors(said, rank)
+    _abandoned(said, rank, folder / "abandoned")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_rank(_run)

@@ -11,12 +11,6 @@ from lightning_gpufeed.sync.ranks import Ranks
 from tests.sync.one_rank import one_rank
 
 
-@pytest.fixture
-def ranks():
-    with one_rank() as ranks:
-        yield ranks
-
-
 def test_a_rank_knows_its_place(ranks):
     assert (ranks.rank, ranks.num_ranks, ranks.device) == (0, 1, torch.device("cpu"))
 

@@ -15,13 +15,6 @@ from lightning_gpufeed.sync.plan import Bucket, SyncPlan, conventional
 from lightning_gpufeed.sync.reducer import Reducer
 from tests.contracts import exactly
 from tests.sync.models import any_plan
-from tests.sync.one_rank import one_rank
-
-
-@pytest.fixture
-def ranks():
-    with one_rank() as ranks:
-        yield ranks
 
 
 @pytest.fixture

@@ -7,16 +7,9 @@ from torch import distributed, nn
 from lightning_gpufeed.sync.layers import find_layers
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.scattered_reducer import ScatteredReducer
-from tests.sync.one_rank import one_rank
 from tests.sync.test_reducer import make_layers, see_all, set_gradients
 
 PLAN = SyncPlan.parse("scatter; B2 B1 B0; 2:0-32 0:0-16+1:0-8 1:8-24")
-
-
-@pytest.fixture
-def ranks():
-    with one_rank() as ranks:
-        yield ranks
 
 
 @pytest.fixture

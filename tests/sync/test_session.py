@@ -27,7 +27,6 @@ from lightning_gpufeed.sync.ranks import Ranks
 from lightning_gpufeed.sync.session import GradientSync
 from tests.doubles import run_ranks
 from tests.sync import sync_worker
-from tests.sync.one_rank import one_rank
 from tests.sync.sync_worker import MODELS, OPTIMIZERS, OPTIONS, Branches, batch, compared, dense, first_steps
 
 CROSSING = PlanOptions(0, True, 1)
@@ -98,12 +97,6 @@ def test_abandon_leaves_a_model_that_can_be_read_when_a_rank_is_gone(said):
 
 
 # One rank, in this process.
-
-
-@pytest.fixture
-def ranks():
-    with one_rank() as ranks:
-        yield ranks
 
 
 class Training:
