@@ -42,12 +42,14 @@ def with_late(layers: list[LayerCosts], late: set[int]) -> tuple[list[LayerCosts
     late=lates,
     other=st.sampled_from([0.0, 3.0]),
     is_accumulating=st.booleans(),
+    is_scattered=st.booleans(),
 )
 def test_every_candidate_can_be_carried_out_for_the_layers_as_they_are(
-    layers, link, options, late, other, is_accumulating
+    layers, link, options, late, other, is_accumulating, is_scattered
 ):
     layers, late = with_late(layers, late)
-    found = plans_to_try(layers, link, options, other_seconds=other, is_accumulating=is_accumulating, late=late)
+    settings = {"other_seconds": other, "is_accumulating": is_accumulating, "is_scattered": is_scattered}
+    found = plans_to_try(layers, link, options, late=late, **settings)
     assert found
     cap = options.memory_cap_bytes if options.reverse_first_k == "auto" else None
     for candidate in found:
@@ -100,6 +102,22 @@ def test_what_is_given_is_kept():
     (found,) = plans_to_try(layers, link, PlanOptions(3, False, "auto"))
     assert sorted(found.plan.deferred) == [0, 1, 2]
     assert not found.plan.cross_iteration
+
+
+def test_what_crosses_is_scattered_where_the_norm_has_to_be_known():
+    layers, link = equal_layers(1.2)
+    usual, *_, best = plans_to_try(layers, link, PlanOptions(), is_scattered=True)
+    assert (usual.plan.is_scattered, best.plan.is_scattered) == (False, True)
+    assert best.seconds < usual.seconds
+    (found,) = plans_to_try(layers, link, PlanOptions(3, "auto", 1), is_scattered=True)
+    assert found.plan == replace(reverse_first_k(layers, 3, 1), is_scattered=True)
+    assert given_plan(layers, PlanOptions(3, True, 1), is_scattered=True) == found.plan
+    assert not any(one.plan.is_scattered for one in plans_to_try(layers, link, PlanOptions("auto", False, "auto")))
+
+
+def test_nothing_is_scattered_where_that_gains_nothing_by_prediction():
+    layers, link = equal_layers(0.01)
+    assert not any(one.plan.is_scattered for one in plans_to_try(layers, link, PlanOptions(), is_scattered=True))
 
 
 def test_the_usual_plan_is_not_tried_where_the_options_exclude_it():

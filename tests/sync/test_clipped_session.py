@@ -171,6 +171,18 @@ def test_a_step_that_clips_does_not_cross_under_a_plan_without_the_norm(ranks):
     training.sync.close()
 
 
+def test_nothing_is_scattered_that_was_not_asked_for(ranks):
+    training = Training(ranks, PlanOptions(0, True, 100))
+    for _ in range(2):
+        training.backward()
+        assert training.sync.num_pending == 0
+        assert not training.sync.clip(training.optimizer, 0.1)
+        training.sync.step(training.optimizer)
+    assert not training.sync.can_know_norm
+    assert str(training.sync.plan).startswith("cross; ")
+    training.sync.close()
+
+
 def test_infinite_gradients_become_what_torch_makes_of_them(ranks):
     training = Training(ranks)
     training.backward()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from lightning_gpufeed.sync import scattered_reducer
 from lightning_gpufeed.sync.layers import find_layers
 from lightning_gpufeed.sync.plan import SyncPlan
 from lightning_gpufeed.sync.scattered_reducer import ScatteredReducer
@@ -28,6 +29,13 @@ def sent(monkeypatch):
 
     for name in ("all_reduce", "all_to_all_single"):
         monkeypatch.setattr(distributed, name, noted(name))
+    usual_gather = scattered_reducer._all_gather
+
+    def gather(first, *others, **options):
+        calls.append(("gather", first.numel()))
+        return usual_gather(first, *others, **options)
+
+    monkeypatch.setattr(scattered_reducer, "_all_gather", gather)
     return calls
 
 
@@ -39,13 +47,10 @@ def reduced(reducer: ScatteredReducer) -> ScatteredReducer:
     return reducer
 
 
-def test_halves_are_sent_in_the_order_of_the_plan_then_the_norm(ranks, sent):
+def test_halves_are_sent_as_planned_then_the_norm_then_halves_as_forward_needs_them(ranks, sent):
     reduced(ScatteredReducer(make_layers(), PLAN, ranks.group))
-    assert sent == [("all_to_all_single", 8), ("all_to_all_single", 6), ("all_to_all_single", 4), ("all_reduce", 1)]
-
-
-def test_what_forward_needs_first_is_gathered_first():
-    assert PLAN.gathers == (1, 2, 0)
+    assert sent[:3] == [("all_to_all_single", 8), ("all_to_all_single", 6), ("all_to_all_single", 4)]
+    assert sent[3:] == [("all_reduce", 1), ("gather", 6), ("gather", 4), ("gather", 8)]
 
 
 @pytest.mark.parametrize("is_exchanged", [True, False])
