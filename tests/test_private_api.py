@@ -30,6 +30,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -1008,6 +1010,43 @@ def heard(events: list[str], *interesting: str) -> list[str]:
 def fetches(trainer: pl.Trainer) -> list[tuple[Any, str]]:
     loop = trainer.fit_loop.epoch_loop
     return [(loop, "_on_before_fetch"), (loop, "_on_after_fetch")]
+
+
+def test_before_and_after_a_fetch_lightning_tells_its_profiler_and_no_more():
+    """TrainerWatch passes these two by where the profiler does nothing. If this fails, look at what else they do."""
+    told: list[str] = []
+    profiler = SimpleNamespace(start=told.append, stop=told.append)
+    loop = SimpleNamespace(trainer=SimpleNamespace(profiler=profiler))
+    assert _TrainingEpochLoop._on_before_fetch(loop) is None
+    assert _TrainingEpochLoop._on_after_fetch(loop) is None
+    assert told == ["[SimpleNamespace].train_dataloader_next"] * 2
+    before = vars(PassThroughProfiler()).copy()
+    silent = PassThroughProfiler()
+    assert silent.start("one") is None
+    assert silent.stop("one") is None
+    assert vars(silent) == before
+
+
+class FetcherTells(pl.Callback):
+    """Notes whom the fetcher tells."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, Any]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        fetcher = trainer.fit_loop._data_fetcher
+        self.told.append((fetcher._start_profiler, fetcher._stop_profiler))
+
+
+def test_the_fetcher_tells_what_the_loop_had_when_the_epoch_began():
+    """TrainerWatch puts its own into the fetcher between watched steps. If this fails, look at
+    `_TrainingEpochLoop.on_run_start` and `_DataFetcher.__next__`: short steps would pay for two calls more."""
+    events: list[str] = []
+    tells = FetcherTells()
+    trainer = make_trainer(max_epochs=2, callbacks=[tells])
+    trainer.fit(Model(events), Data(events))
+    loop = trainer.fit_loop.epoch_loop
+    assert tells.told == [(loop._on_before_fetch, loop._on_after_fetch)] * 2 * NUM_BATCHES
 
 
 FETCH = ["_on_before_fetch", "/_on_before_fetch", "next", "_on_after_fetch", "/_on_after_fetch"]

@@ -12,20 +12,26 @@ epoch_loop.manual_optimization.run          the same where the module steps its 
 epoch_loop._broadcast_sigterm_tensor        Lightning's own question to all ranks before each step
 fit_loop._combined_loader                   the loaders of the training
 _datahook_selector.get_instance             asked whose hook it is before each of the three hooks that move a batch
+fit_loop._data_fetcher                      whose `_start_profiler` and `_stop_profiler` are the first two, as the
+                                            epoch's beginning found them
 ==========================================  ===============================================================
 
 Besides, `precision_plugin.convert_input`, which every training batch passes on the host. All are replaced on instances
 of Lightning's own, never on the user's: each costs a few microseconds a step, where to listen to all that the Trainer
 tells its profiler, some sixty calls a step, costs ten times as much. Where not every step is watched in full, all but
-the first two are taken out between the steps that are.
+the first two are taken out between the steps that are; and these two are then functions of ours in the fetcher itself
+if all that Lightning's own do is to tell a profiler that does nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_gpufeed.diagnose.observer import Observer
 from lightning_gpufeed.diagnose.steps import StepTimer
@@ -149,6 +155,15 @@ class _CopyHook(_AroundHook):
         return instance
 
 
+class _Brief(functools.partial[None]):
+    """In the place of a hook of the fetcher, while not all of a step is heard: one call less. A copy has the hook."""
+
+    hook: _Hook
+
+    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.hook.__reduce__()
+
+
 class TrainerWatch:
     """Hooks into one Trainer, and out of it again."""
 
@@ -162,7 +177,8 @@ class TrainerWatch:
         self._hooks: list[_Hook] = []
         self.is_listening = True
         loop, steps = trainer.fit_loop.epoch_loop, observer.steps
-        self._observer = observer
+        self._observer, self._trainer = observer, trainer
+        self._brief: list[tuple[Any, str, _Brief]] = []
         self._before_fetch = _AfterHook(loop, "_on_before_fetch", observer.begin_wait)
         self._after_fetch = _BeforeHook(loop, "_on_after_fetch", observer.end_wait)
         self._install(self._before_fetch)
@@ -192,6 +208,10 @@ class TrainerWatch:
         observer, steps = self._observer, self._observer.steps
         self._before_fetch.end = observer.begin_wait if is_full else steps.brief_begin_wait
         self._after_fetch.begin = observer.end_wait if is_full else steps.brief_end_wait
+        self._give_back()
+        if not is_full and self._is_fetch_silent():
+            self._replace("_start_profiler", self._before_fetch, steps.brief_begin_wait)
+            self._replace("_stop_profiler", self._after_fetch, steps.brief_end_wait)
         for hook in self._hooks:  # no two of them in one place
             if hook is self._before_fetch or hook is self._after_fetch:
                 continue
@@ -200,8 +220,34 @@ class TrainerWatch:
             else:
                 hook.take_out()
 
+    def _is_fetch_silent(self) -> bool:
+        """Whether Lightning does no more before and after a fetch than tell a profiler, and that one nothing."""
+        hooks = self._before_fetch, self._after_fetch
+        is_own = all(
+            hook.before is None and getattr(type(hook.owner), hook.name) is getattr(_TrainingEpochLoop, hook.name)
+            for hook in hooks
+        )
+        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
+        return is_own and type(profiler) is PassThroughProfiler
+
+    def _replace(self, name: str, hook: _Hook, told: Callable[[], None]) -> None:
+        """Only where the hook stands there itself: somebody else may have put it into something of theirs."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if getattr(fetcher, name, None) is hook:
+            brief = _Brief(told)
+            brief.hook = hook
+            setattr(fetcher, name, brief)
+            self._brief.append((fetcher, name, brief))
+
+    def _give_back(self) -> None:
+        for fetcher, name, brief in self._brief:
+            if getattr(fetcher, name) is brief:
+                setattr(fetcher, name, brief.hook)
+        self._brief.clear()
+
     def close(self) -> None:
         """Hook out. Where somebody else has hooked in since then, theirs stays, and ours does nothing any more."""
+        self._give_back()
         for hook in self._hooks:
             hook.is_in_use = False
         for hook in reversed(self._hooks):

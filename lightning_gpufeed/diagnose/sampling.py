@@ -23,9 +23,9 @@ __all__ = ["RUN", "StepSampler", "watched_share"]
 RUN = 8
 """Steps of a run."""
 _FIRST_RUNS = 8
-_BUDGET = 0.008
+_BUDGET = 0.005
 _LEAST_BUDGET = 0.003
-_FLOOR = 0.2
+_FLOOR = 0.1
 """What a step costs that is not watched in full, as a share of what one costs that is."""
 _LEAST_SHARE = 1 / 32
 _HIDDEN_FACTOR = 10.0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_gpufeed import BatchEcho, FeedMonitor, OOMRecovery
 from lightning_gpufeed.callbacks.feed_monitor import _UNUSED_HOOKS
@@ -110,6 +111,177 @@ def test_between_the_steps_that_are_watched_nothing_is_hooked_in_but_the_fetch()
         sum(full[:NUM_BATCHES]),
         sum(full[NUM_BATCHES:]),
     ]
+
+
+# The fetch -----------------------------------------------------------------------------------------------
+
+
+class Fetcher(Counting):
+    """Notes in each step whom the fetcher tells of a request and of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        fetcher = self.trainer.fit_loop._data_fetcher
+        self.told.append((type(fetcher._start_profiler).__name__, type(fetcher._stop_profiler).__name__))
+        return super().training_step(batch, batch_idx)
+
+
+class Copied(Fetcher):
+    """Copies its Trainer in both ways, once."""
+
+    copies: ClassVar[list[pl.Trainer]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 20:
+            self.copies += [pickle.loads(pickle.dumps(self.trainer)), copy.deepcopy(self.trainer)]
+        return super().training_step(batch, batch_idx)
+
+
+BRIEF, FULL = ("_Brief", "_Brief"), ("_AfterHook", "_BeforeHook")
+
+
+def test_between_the_steps_that_are_watched_a_request_costs_one_call():
+    monitor, model = quiet(), Fetcher()
+    trainer, counted = fit(monitor, model, samples(NUM_BATCHES), samples(1))
+    assert counted == dict(model.counted)
+    assert set(model.told) == {BRIEF, FULL}
+    watched = [sum(one == FULL for one in told) for told in (model.told[:NUM_BATCHES], model.told[NUM_BATCHES:])]
+    assert watched == [one.counters.steps.num_watched for one in monitor.records]
+    assert hooks_in(trainer) == set()
+
+
+def test_a_trainer_that_is_copied_then_has_lightnings_own(monkeypatch):
+    monkeypatch.setattr(sampling.StepSampler, "_gap", lambda self: 1000)
+    monkeypatch.setattr(Copied, "copies", [])
+    monitor, model = quiet(), Copied()
+    fit(monitor, model, samples(NUM_BATCHES), max_epochs=1)
+    assert model.told[20] == BRIEF
+    assert len(Copied.copies) == 2
+    for trainer in Copied.copies:
+        fetcher, loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
+        assert fetcher._start_profiler == loop._on_before_fetch
+        assert fetcher._stop_profiler == loop._on_after_fetch
+        assert fetcher._start_profiler.__self__ is loop
+
+
+class Requests(Profiler):
+    """Notes each request for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        if action_name.endswith("train_dataloader_next"):
+            self.told.append("start")
+
+    def stop(self, action_name: str) -> None:
+        if action_name.endswith("train_dataloader_next"):
+            self.told.append("stop")
+
+
+class Passing(PassThroughProfiler):
+    """A user's, made of the one that does nothing."""
+
+    start = Requests.start
+    stop = Requests.stop
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+
+@pytest.mark.parametrize("kind", [Requests, Passing])
+def test_a_profiler_is_told_of_every_request(kind):
+    profiler, model, monitor = kind(), Fetcher(), quiet()
+    _, counted = fit(monitor, model, samples(NUM_BATCHES), samples(1), profiler=profiler)
+    assert profiler.told == ["start", "stop"] * 2 * NUM_BATCHES
+    assert counted == dict(model.counted)
+    assert set(model.told) == {FULL}
+    assert monitor.records[0].counters.steps.num_watched < NUM_BATCHES
+
+
+class Putting(pl.Callback):
+    """Puts a function of its own on Lightning's loop, before a monitor comes or after it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            vars(loop)[name] = self._noting(name, getattr(loop, name))
+
+    def _noting(self, name: str, method: Any) -> Any:
+        def noting() -> None:
+            self.told.append(name)
+            method()
+
+        return noting
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_somebody_elses_function_in_that_place_is_called_at_every_request(is_first):
+    monitor, putting, model = quiet(), Putting(), Counting()
+    make_trainer(max_epochs=1, callbacks=[putting, monitor] if is_first else [monitor, putting]).fit(
+        model, samples(NUM_BATCHES)
+    )
+    assert putting.told == ["_on_before_fetch", "_on_after_fetch"] * NUM_BATCHES
+    assert monitor.records[0].counters.steps.num_steps == NUM_BATCHES
+    assert monitor.records[0].counters.steps.num_watched < NUM_BATCHES
+
+
+class Changes(Counting):
+    """Puts something between the fetcher and whoever it tells, in the middle of an epoch."""
+
+    num_told = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 20:
+            fetcher = self.trainer.fit_loop._data_fetcher
+            self.before = fetcher._start_profiler
+            fetcher._start_profiler = self.start
+        return super().training_step(batch, batch_idx)
+
+    def start(self) -> None:
+        self.num_told += 1
+        self.before()
+
+
+@pytest.mark.parametrize("is_brief", [True, False])
+def test_somebody_between_the_fetcher_and_the_loop_stays_there(monkeypatch, is_brief):
+    gaps = iter([0] if not is_brief else [])
+    monkeypatch.setattr(sampling.StepSampler, "_gap", lambda self: next(gaps, 30))
+    monkeypatch.setattr(sampling, "RUN", 8 if is_brief else 30)
+    monitor, model = quiet(), Changes()
+    _, counted = fit(monitor, model, samples(NUM_BATCHES), max_epochs=1)
+    assert model.num_told == NUM_BATCHES - 21
+    assert counted == {0: NUM_BATCHES}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_fetch_is_given_back_after_an_error_between_the_steps_that_are_watched(monkeypatch, error):
+    monkeypatch.setattr(sampling.StepSampler, "_gap", lambda self: 1000)
+
+    class Failing(Fetcher):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.fetcher = self.trainer.fit_loop._data_fetcher
+            if batch_idx == 25:
+                raise error("here")
+            return super().training_step(batch, batch_idx)
+
+    monitor, model = quiet(), Failing()
+    trainer = make_trainer(max_epochs=1, callbacks=[monitor])
+    with pytest.raises((error, SystemExit)):
+        trainer.fit(model, samples(NUM_BATCHES))
+    assert model.told[-1] == BRIEF
+    assert hooks_in(trainer) == set()
+    assert type(model.fetcher._start_profiler).__name__ == "_AfterHook"
+    model.fetcher._start_profiler()  # tells nobody any more
+    model.fetcher._stop_profiler()
 
 
 def test_the_line_says_how_many_were_watched():
