@@ -160,7 +160,7 @@ class _Brief(functools.partial[None]):
 
     hook: _Hook
 
-    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[Any, ...]:
         return self.hook.__reduce__()
 
 
