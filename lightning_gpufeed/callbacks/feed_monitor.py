@@ -77,7 +77,7 @@ class FeedMonitor(Callback):
     What stays bitwise equal: everything. Nothing is read ahead, copied, or drawn from the training's random generators;
     no step waits for the device, and no step has a collective.
 
-    Cost: at most 0.5 % of steps of 4 ms or more, 1 % of steps of 2 ms. To watch a step in full takes 0.05 to 0.2 ms; the
+    Cost: at most 0.5 % of steps of 4 ms or more, 1 % of steps of 2 ms. To watch one in full takes 0.05 to 0.2 ms; the
     monitor measures that, and where steps are too short for it watches a random part of them in full, eight in a row.
     Of the others it counts how many there are, their time and their wait, so that no stall is lost; how the rest
     divides is taken from those that were watched, and the verdict says how many they were.

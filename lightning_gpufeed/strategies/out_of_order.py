@@ -25,6 +25,7 @@ from lightning_gpufeed.strategies.arguments import check_arguments, pipeline_opt
 from lightning_gpufeed.strategies.clipping import clipped_on_arrival
 from lightning_gpufeed.strategies.figures import log_figures
 from lightning_gpufeed.strategies.gate import needs_norm, raw, why_not_overlap
+from lightning_gpufeed.strategies.signals import SignalsOfReplicas
 from lightning_gpufeed.strategies.verify import StepVerifier
 from lightning_gpufeed.sync.candidates import PlanOptions
 from lightning_gpufeed.sync.clipped_session import ClippedGradientSync
@@ -156,7 +157,7 @@ class OutOfOrderStrategy(DDPStrategy):
                 raise ValueError(
                     f"{type(self).__name__} has a pipeline_size; expected it derived from PipelineStrategy."
                 )
-        self._verify_every, self._num_steps = verify_every, 0
+        self._verify_every, self._num_steps, self._has_failed = verify_every, 0, False
         self._find_unused_parameters, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         super().__init__(
             accelerator=accelerator,
@@ -171,7 +172,7 @@ class OutOfOrderStrategy(DDPStrategy):
         self._sync: ClippedGradientSync | None = None
         self._verifier: StepVerifier | None = None
         self._trainer: Trainer | None = None
-        self._has_failed = False
+        self._signals: SignalsOfReplicas | None = None
         self._said: set[str] = set()
 
     @property
@@ -197,6 +198,8 @@ class OutOfOrderStrategy(DDPStrategy):
         if self._sync is not None:
             for optimizer in self.optimizers:
                 self._sync.steps.watch_state(raw(optimizer))
+        if trainer.world_size > 1:
+            self._signals = SignalsOfReplicas(trainer, self.root_device)
 
     def configure_ddp(self) -> None:
         """Make all ranks start equal, and watch the module from now on."""
@@ -222,6 +225,8 @@ class OutOfOrderStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Take all hooks off; nothing is left on its way."""
         self._verifier = None
+        if self._signals is not None:
+            self._signals.release()
         if self._sync is not None:
             sync, self._sync = self._sync, None
             if self._has_failed:

@@ -12,6 +12,14 @@ So here a handler takes a note, and no more. All ranks say whether they have one
 anyway, before each training step, and in evaluation before each batch; then Lightning's own handlers and exceptions
 follow, on all ranks at once.
 
+Ranks that each have their own batches also wait for each other in every step, and there Lightning's handler hangs too.
+But no two of them need be at the same batch of an evaluation, nor should one wait for all others before each step:
+
+::
+
+    rank 1   SIGTERM: a note ── before its next step: into the store
+    rank 0   before each step, ten times a second: what is in the store? ── tells all ranks, as it does anyway
+
 Private names, each asserted in `tests/test_private_api.py`:
 
 ===================================================  ===============================================================
@@ -28,17 +36,21 @@ epoch_loop._broadcast_sigterm_tensor                 Lightning's question before
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from torch import distributed
 
 from lightning_gpufeed.pipeline.meeting import everyone
 from lightning_gpufeed.pipeline.peers import lost_peer
 
-__all__ = ["HeldSignals"]
+__all__ = ["HeldSignals", "SignalsOfReplicas"]
+
+_LOOK_SECONDS = 0.1
 
 
 class HeldSignals:
@@ -103,6 +115,51 @@ class HeldSignals:
         self._connector.received_sigterm |= self._is_ending
         for place in (self._question, self._end, self._requeue):
             place.give_back()
+
+
+class SignalsOfReplicas(HeldSignals):
+    """Likewise of a rank that has batches of its own; every rank of the default process group makes one together.
+
+    An evaluation ends on the ranks that were told, as with Lightning's strategies.
+    """
+
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        """Step into the place of Lightning's handlers, before they are registered.
+
+        Args:
+            trainer: Whose strategy is being set up.
+            device: Where the tensors of the default process group are.
+        """
+        super().__init__(trainer, device)
+        # Notes of an earlier training are none of this one.
+        number = torch.tensor(time.time_ns(), device=device)
+        with lost_peer("agreeing on where to leave notes"):
+            distributed.broadcast(number, 0)
+        self._place, self._num_requeues, self._next_look = f"gpufeed/signals/{int(number)}", 0, 0.0
+        world: Any = distributed.group.WORLD
+        self._store = world.get_group_store()
+
+    def _note_end(self, signum: int, frame: Any) -> None:
+        super()._note_end(signum, frame)
+        if self._trainer.state.stage not in (None, RunningStage.TRAINING):
+            self._connector.received_sigterm = True
+
+    def _noted_by(self, group: Any) -> tuple[bool, bool]:
+        keys = [f"{self._place}/end", f"{self._place}/requeue/{self._num_requeues}"]
+        notes = [self._is_ending, self._is_requeued]
+        with lost_peer("asking whether to end"):
+            if distributed.get_rank() != 0:
+                for key, is_noted in zip(keys, notes, strict=True):
+                    if is_noted:
+                        self._store.set(key, "")
+            elif time.monotonic() >= self._next_look:
+                notes = [note or self._store.check([key]) for note, key in zip(notes, keys, strict=True)]
+                self._next_look = time.monotonic() + _LOOK_SECONDS
+            noted = torch.tensor(notes, dtype=torch.int32, device=self._device)
+            distributed.broadcast(noted, 0)
+        is_ending, is_requeued = noted.tolist()
+        self._num_requeues += is_requeued
+        return bool(is_ending), bool(is_requeued)
 
 
 class _InPlaceOf:

@@ -1,4 +1,4 @@
-"""One rank of a pipeline in which trainings fail, and others follow in the same processes and the same process group.
+"""One of two ranks in which trainings fail, and others follow in the same processes and the same process group.
 
     python failing_worker.py PLAN.json
 
@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -61,12 +62,15 @@ class Net(pl.LightningModule):
         ranks: Where.
         is_signal: Whether SIGTERM is sent to these ranks by the last one, and nothing fails.
         folder: Has the numbers of the processes.
+        pause: Seconds that a step takes at least.
     """
 
-    def __init__(self, point: str | None, ranks: list[int], folder: Path, *, is_signal: bool = False) -> None:
+    def __init__(
+        self, point: str | None, ranks: list[int], folder: Path, *, is_signal: bool = False, pause: float = 0.0
+    ) -> None:
         super().__init__()
         self.point, self.ranks, self.folder, self.is_signal = point, ranks, folder, is_signal
-        self.num_batches = self.num_evaluated = 0
+        self.num_batches, self.num_evaluated, self.pause = 0, 0, pause
         torch.manual_seed(1)
         self.body = nn.Sequential(*[Layer(number, self) for number in range(4)], nn.Linear(WIDTH, 2))
 
@@ -84,6 +88,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.num_batches += 1
+        time.sleep(self.pause)
         self.reach("before")
         out = self.body(batch[0])
         self.reach("after forward")
@@ -116,11 +121,13 @@ def train(
     *,
     point: str | None = None,
     ranks: tuple[int, ...] | list[int] = (),
+    pipeline_size: int = 2,
     schedule: str = "fast_forward",
     timeout_seconds: float = 60,
     resume: str | None = None,
     saves: str | None = None,
     is_signal: bool = False,
+    pause: float = 0.0,
     call: str = "fit",
 ) -> dict[str, Any]:
     """One epoch of five steps, with a validation after the second and the fourth.
@@ -129,28 +136,33 @@ def train(
         folder: For checkpoints.
         point: See `Net`.
         ranks: Likewise.
+        pipeline_size: 2; 1 for ranks that each have the whole model.
         schedule: Of the pipeline.
         timeout_seconds: How long a rank waits for the other.
         resume: Checkpoint to go on from.
         saves: "steps", or "exception" for when the training is broken off.
         is_signal: See `Net`.
+        pause: Likewise.
         call: "fit" or "validate".
 
     Returns:
         The error, or the weights; how many steps were taken, and how many batches of validation.
     """
-    model = Net(point, list(ranks), folder.parent, is_signal=is_signal)
+    model = Net(point, list(ranks), folder.parent, is_signal=is_signal, pause=pause)
     saving: list[Any] = []
     if saves == "steps":
         saving = [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
     elif saves == "exception":
         saving = [OnExceptionCheckpoint(folder)]
+    options: dict[str, Any] = {}
+    num_replicas = 2 // pipeline_size
+    if pipeline_size > 1:
+        layers_per_stage = 1 if schedule == "fast_forward" else "auto"
+        options = {"num_microbatches": 2, "schedule": schedule, "layers_per_stage": layers_per_stage}
     trainer = make_trainer(
         strategy=OutOfOrderStrategy(
-            pipeline_size=2,
-            num_microbatches=2,
-            schedule=schedule,
-            layers_per_stage=1 if schedule == "fast_forward" else "auto",
+            pipeline_size=pipeline_size,
+            **options,
             process_group_backend="gloo",
             timeout=timedelta(seconds=timeout_seconds),
         ),
@@ -163,9 +175,11 @@ def train(
     error = None
     try:
         if call == "fit":
-            trainer.fit(model, batches(35), batches(40), ckpt_path=resume, weights_only=False)
+            trainer.fit(
+                model, batches(35 * num_replicas), batches(40 * num_replicas), ckpt_path=resume, weights_only=False
+            )
         else:
-            trainer.validate(model, batches(40), verbose=False)
+            trainer.validate(model, batches(40 * num_replicas), verbose=False)
     except (Exception, SystemExit) as raised:
         error = {"type": type(raised).__name__, "text": str(raised)}
     weights = None if error else torch.cat([one.detach().flatten() for one in model.parameters()])
