@@ -188,6 +188,7 @@ def train(
         "weights": weights,
         "num_steps": trainer.global_step,
         "num_evaluated": model.num_evaluated,
+        "left": sorted({*vars(trainer._signal_connector)} & {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}),
     }
 
 

@@ -87,6 +87,10 @@ def test_a_step_is_ended_before_the_next_one_and_a_validation_after_the_next_bat
     assert ended["in validation alone"] == (0, 3)
 
 
+def test_nothing_is_left_in_any_trainer(results):
+    assert {tuple(result["left"]) for name in results for result in results[name]} == {()}
+
+
 def test_replicas_end_before_the_next_step_or_as_soon_as_the_first_rank_has_looked(results):
     ended = {name: (results[name][0]["num_steps"], results[name][0]["num_evaluated"]) for name in REPLICAS}
     assert ended["replicas, to both"] == (3, 5)
