@@ -1062,6 +1062,26 @@ def test_the_fetch_of_a_batch_is_between_two_methods_found_on_the_loop():
     assert heard(events, "_fetch", "next") == FETCH * NUM_BATCHES * 2
 
 
+def test_an_epoch_is_one_call_of_its_loop_and_a_validation_within_it_one_of_another():
+    """TrainerWatch ends the last step there. If this fails, look at `_FitLoop.advance` and
+    `_TrainingEpochLoop.on_advance_end`: a step would be said to take as long as what follows it.
+    """
+    events: list[str] = []
+
+    class Validated(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            events.append("validation")
+
+    def both(trainer: pl.Trainer) -> list[tuple[Any, str]]:
+        loop = trainer.fit_loop.epoch_loop
+        return [(loop, "run"), (loop.val_loop, "run")]
+
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[Hooking(events, both)])
+    trainer.fit(Validated(events), Loader(events), torch.utils.data.DataLoader([torch.ones(2)]))
+    steps = [f"step {number}" for number in range(NUM_BATCHES)]
+    assert heard(events, "run", "step", "validation") == ["run", *steps, "run", "validation", "/run", "/run"] * 2
+
+
 def test_a_fetch_that_fails_or_finds_the_end_is_followed_by_the_second_method_too():
     """StepTimer takes it for the end of the wait, and a step without compute for none. If this fails, look at
     `_DataFetcher.__next__`: a wait would go on until the next one.

@@ -12,6 +12,9 @@ epoch_loop.manual_optimization.run          the same where the module steps its 
 epoch_loop._broadcast_sigterm_tensor        Lightning's own question to all ranks before each step
 fit_loop._combined_loader                   the loaders of the training
 _datahook_selector.get_instance             asked whose hook it is before each of the three hooks that move a batch
+epoch_loop.run                              an epoch's steps, and the validation between them: when it returns, the
+                                            last one is over
+epoch_loop.val_loop.run                     a step is over, and validation begins with its workers
 fit_loop._data_fetcher                      whose `_start_profiler` and `_stop_profiler` are the first two, as the
                                             epoch's beginning found them
 ==========================================  ===============================================================
@@ -19,8 +22,8 @@ fit_loop._data_fetcher                      whose `_start_profiler` and `_stop_p
 Besides, `precision_plugin.convert_input`, which every training batch passes on the host. All are replaced on instances
 of Lightning's own, never on the user's: each costs a few microseconds a step, where to listen to all that the Trainer
 tells its profiler, some sixty calls a step, costs ten times as much. Where not every step is watched in full, all but
-the first two are taken out between the steps that are; and these two are then functions of ours in the fetcher itself
-if all that Lightning's own do is to tell a profiler that does nothing.
+the first two, and those that are called once an epoch, are taken out between the steps that are; and these two are then
+functions of ours in the fetcher itself if all that Lightning's own do is to tell a profiler that does nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +46,13 @@ __all__ = ["TrainerWatch", "training_loader"]
 def training_loader(trainer: Trainer) -> Any:
     """The loaders of the training; None before they are set up."""
     return trainer.fit_loop._combined_loader
+
+
+_SILENT = (
+    *(_TrainingEpochLoop._on_before_fetch, _TrainingEpochLoop._on_after_fetch),
+    *(PassThroughProfiler.start, PassThroughProfiler.stop),
+)
+"""Of Lightning, before anybody has put something of theirs on its classes."""
 
 
 class _Hook:
@@ -190,6 +200,15 @@ class TrainerWatch:
         self._install(_LookHook(trainer.precision_plugin, "convert_input", observer.look_at, steps))
         if trainer.world_size > 1:
             self._install(_AroundHook(loop, "_broadcast_sigterm_tensor", steps.begin_sync, steps.end_sync))
+        # Callbacks are told of validation and of an epoch's end late: workers have been started, others have been told.
+        self._install(_AfterHook(loop, "run", self._pause))
+        self._install(_BeforeHook(loop.val_loop, "run", self._pause))
+        self._lasting = {*self._hooks[:2], *self._hooks[-2:]}
+
+    def _pause(self) -> None:
+        """What follows is no part of a step."""
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        self._observer.pause(is_over=batches.completed == batches.ready)
 
     def _install(self, hook: _Hook) -> None:
         """Put it in the instance's own attributes."""
@@ -213,7 +232,7 @@ class TrainerWatch:
             self._replace("_start_profiler", self._before_fetch, steps.brief_begin_wait)
             self._replace("_stop_profiler", self._after_fetch, steps.brief_end_wait)
         for hook in self._hooks:  # no two of them in one place
-            if hook is self._before_fetch or hook is self._after_fetch:
+            if hook in self._lasting:
                 continue
             if is_full:
                 hook.put_in()
@@ -223,12 +242,10 @@ class TrainerWatch:
     def _is_fetch_silent(self) -> bool:
         """Whether Lightning does no more before and after a fetch than tell a profiler, and that one nothing."""
         hooks = self._before_fetch, self._after_fetch
-        is_own = all(
-            hook.before is None and getattr(type(hook.owner), hook.name) is getattr(_TrainingEpochLoop, hook.name)
-            for hook in hooks
-        )
+        is_own = all(hook.before is None and getattr(type(hook.owner), hook.name) in _SILENT for hook in hooks)
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
-        return is_own and type(profiler) is PassThroughProfiler
+        told = profiler.start, profiler.stop
+        return is_own and all(getattr(method, "__func__", None) in _SILENT for method in told)
 
     def _replace(self, name: str, hook: _Hook, told: Callable[[], None]) -> None:
         """Only where the hook stands there itself: somebody else may have put it into something of theirs."""

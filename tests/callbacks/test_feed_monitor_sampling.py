@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import time
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_gpufeed import BatchEcho, FeedMonitor, OOMRecovery
@@ -450,3 +452,61 @@ def test_loggers_are_told_how_much_was_watched():
     fit(monitor, Counting(), samples(NUM_BATCHES), samples(1), logger=logger)
     told = [one["gpufeed/feed/watched_share"] for _, one in logger.logged if "gpufeed/feed/wait_share" in one]
     assert told == [one.counters.steps.num_watched / NUM_BATCHES for one in monitor.records]
+
+
+class SlowStart(torch.utils.data.DataLoader[Any]):
+    """As one that starts workers; notes when."""
+
+    begun = 0.0
+
+    def __iter__(self) -> Any:
+        self.begun = time.perf_counter()
+        time.sleep(PAUSE_SECONDS)
+        return super().__iter__()
+
+
+class SlowEnd(pl.Callback):
+    """Notes when an epoch begins, and when others are told of its end; computes something then."""
+
+    started = begun = 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.started = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begun = time.perf_counter()
+        time.sleep(PAUSE_SECONDS)
+
+
+PAUSE_SECONDS = 0.5
+
+
+@pytest.mark.parametrize("has_validation", [True, False], ids=["validation", "end of the epoch"])
+def test_the_last_step_before_something_else_ends_where_that_begins(monkeypatch, has_validation):
+    # It was said to take as long as the loader of the validation took to start, if it was not watched in full.
+    monkeypatch.setattr(sampling.StepSampler, "_gap", lambda self: 10 * NUM_BATCHES)
+    monitor, other = quiet(), SlowEnd()
+    validation = SlowStart(samples(1).dataset) if has_validation else None
+    trainer = make_trainer(max_epochs=1, callbacks=[other, monitor])
+    trainer.fit(Counting(), samples(NUM_BATCHES), validation)
+    steps = monitor.records[0].counters.steps
+    assert (steps.num_steps, steps.num_watched) == (NUM_BATCHES, 8)
+    assert steps.elapsed_seconds <= (other if validation is None else validation).begun - other.started
+    assert not hooks_in(trainer)
+    assert "run" not in vars(trainer.fit_loop.epoch_loop.val_loop)
+
+
+@pytest.mark.parametrize("name", ["_on_before_fetch", "_on_after_fetch"])
+def test_somebody_elses_function_on_lightnings_class_is_called_at_every_request(monkeypatch, name):
+    told: list[str] = []
+    monkeypatch.setattr(_TrainingEpochLoop, name, lambda self: told.append(name))
+    fit(quiet(), Counting(), samples(NUM_BATCHES), max_epochs=1)
+    assert told == [name] * NUM_BATCHES
+
+
+def test_a_silent_profiler_that_somebody_listens_to_is_told_of_every_request():
+    told: list[str] = []
+    profiler = PassThroughProfiler()
+    vars(profiler)["start"] = told.append
+    fit(quiet(), Counting(), samples(NUM_BATCHES), profiler=profiler, max_epochs=1)
+    assert told.count("[_TrainingEpochLoop].train_dataloader_next") == NUM_BATCHES
