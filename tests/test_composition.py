@@ -90,14 +90,13 @@ RESUMED = [
 ]
 REFUSED = [cell for cell in CELLS if cell not in TRAINED]
 # Other ways to have some of them together: name, number of ranks -> arguments of the worker.
-TRACE = {"0": [2, 1, 3, 1, 2, 1], "1": [1, 3, 1, 1, 2, 2]}
-OF_REPLICAS = {"0": [2, 1, 3], "1": [1, 3, 1]}
+TRACE = {"0": [2, 1, 3], "1": [1, 3, 1]}
 ALSO: dict[tuple[str, int], dict[str, Any]] = {
     ("late, in parts", 1): {"parts": "D A M", "replay": TRACE, "net": {"num_parts": 2}},
     ("late", 2): {"parts": "D A M P", "replay": TRACE},
     ("late", 4): {"parts": "D A M P", "replay": TRACE},
-    ("late replicas, in parts", 2): {"parts": "D A M", "replay": OF_REPLICAS, "net": {"num_parts": 2}},
-    ("late replicas", 4): {"parts": "D A M S P", "replay": OF_REPLICAS},
+    ("late replicas, in parts", 2): {"parts": "D A M", "replay": TRACE, "net": {"num_parts": 2}},
+    ("late replicas", 4): {"parts": "D A M S P", "replay": TRACE},
     **{
         (schedule, 2): {"parts": "D E M P", "strategy": {"schedule": schedule, "layers_per_stage": "auto"}}
         for schedule in ("gpipe", "1f1b", "zero_bubble", "auto")

@@ -6,6 +6,7 @@ strategies on two (gloo, on the CPU). On a device: tests/gpu/test_precisions_gpu
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,23 @@ def path(folder: Path) -> Path:
     return write_images(folder / "train.h5", NUM_TRAIN)
 
 
+@functools.cache
+def plain_of(path: Path, precision: str) -> dict[str, Any]:
+    """Plain Lightning on images, which several tests compare with."""
+    return train(precision, Net(), images(path, precision))
+
+
+@functools.cache
+def microbatched_of(path: Path, precision: str) -> dict[str, Any]:
+    """One device on the microbatches of a pipeline, whatever its schedule."""
+    return train(precision, in_parts(Net(), 2), datamodule(path))
+
+
 # One rank ------------------------------------------------------------------------------------------------------------
 
 
 def test_images_of_a_file_give_the_training_of_a_loader_of_tensors(path, precision):
-    plain = train(precision, Net(), images(path, precision))
+    plain = plain_of(path, precision)
     ours = train(precision, Net(), datamodule(path))
     assert_plain(ours, plain, precision)
 
@@ -78,7 +91,7 @@ def test_arrays_of_a_file_give_the_training_of_a_loader_of_dicts(tmp_path, preci
 
 
 def test_a_monitor_changes_nothing(path, precision):
-    plain = train(precision, Net(), images(path, precision))
+    plain = plain_of(path, precision)
     ours = train(precision, Net(), images(path, precision), callbacks=[FeedMonitor(table=False)])
     assert_plain(ours, plain, precision)
 
@@ -93,7 +106,7 @@ def test_echoes_are_a_training_on_a_loader_of_their_batches(path, precision):
 
 
 def test_a_batch_done_again_whole_leaves_the_same_bits(path, precision):
-    plain = train(precision, Net(), images(path, precision))
+    plain = plain_of(path, precision)
     recovery = OOMRecovery()
     ours = train(precision, Net(fails=[1]), images(path, precision), callbacks=[recovery])
     assert [event.num_microbatches for event in recovery.events] == [1]
@@ -128,7 +141,7 @@ def test_gradients_out_of_order_give_the_training_of_ddp(ranks, precision):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_gives_the_training_of_one_device_on_the_same_microbatches(ranks, path, precision, name):
-    plain = train(precision, in_parts(Net(), 2), datamodule(path))
+    plain = microbatched_of(path, precision)
     zero, one = ranks[f"{name} {precision}"]
     assert_plain(zero, plain, precision)
     # The state of an optimizer is whole on the rank that writes files.

@@ -156,7 +156,7 @@ def training(
     dtype: str = "float32",
     is_autocast: bool = False,
     evaluated: tuple[int, ...] = (),
-    accumulations: tuple[int, ...] = (1, 1, 2),
+    accumulations: tuple[int, ...] = (1, 2),
     num_microbatches: int = 4,
 ) -> dict[str, Any]:
     """Windows of batches, then forwards with other numbers of samples."""
@@ -179,10 +179,10 @@ def training(
         x = batches(model, 1, number)[0][0]
         with torch.no_grad():
             output = pipe.runtime.run(x)
-        with torch.inference_mode():
-            again = pipe.runtime.run(x)
         assert not output.requires_grad
-        assert torch.equal(output, again)
+        if not outputs:  # once: before the next ones, which find what it has left
+            with torch.inference_mode():
+                assert torch.equal(output, pipe.runtime.run(x))
         outputs.append(output)
     return pipe.result(losses=losses, outputs=outputs)
 

@@ -71,7 +71,7 @@ def train(
     timeout_seconds: float = 60,
     module: str = "Net",
     net: dict[str, Any] | None = None,
-    sizes: tuple[int, int] = (19, 8),
+    sizes: tuple[int, int] = (11, 8),
     val_sizes: tuple[int, int] | None = (9, 8),
     seed: int = 11,
     data: str = "in order",

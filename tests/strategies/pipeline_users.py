@@ -42,19 +42,30 @@ WORDS, LENGTH, WIDTH = 11, 4, 8
 
 
 class Attention(nn.Module):
-    """Attends, then feeds."""
+    """Attends, and a way around it."""
 
     def __init__(self) -> None:
         """Layers."""
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.other, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Around itself twice."""
+        """Both ways."""
         normed = self.norm(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        return x + self.second(functional.gelu(self.first(self.other(x))))
+        return x + self.attention(normed, normed, normed, need_weights=False)[0]
+
+
+class Feeding(nn.Module):
+    """What follows on attention, and a way around it."""
+
+    def __init__(self) -> None:
+        """Layers."""
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both ways."""
+        return x + self.second(functional.gelu(self.first(self.norm(x))))
 
 
 class Convolution(nn.Module):
@@ -71,8 +82,9 @@ class Convolution(nn.Module):
 
 
 def mlp() -> list[nn.Module]:
-    """Eight layers."""
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(8)]
+    """Eight layers, of which one on each of four ranks normalises: more tensors take longer to be sent."""
+    norms = [nn.LayerNorm(WIDTH) if index % 2 else nn.Identity() for index in range(8)]
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Tanh()) for norm in norms]
 
 
 def normalised() -> list[nn.Module]:
@@ -87,7 +99,8 @@ def dropping() -> list[nn.Module]:
 
 def transformer() -> list[nn.Module]:
     """Eight layers."""
-    return [nn.Embedding(WORDS, WIDTH), *(Attention() for _ in range(6)), nn.Linear(WIDTH, WORDS)]
+    blocks = [kind() for _ in range(3) for kind in (Attention, Feeding)]
+    return [nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS)]
 
 
 def tied() -> list[nn.Module]:

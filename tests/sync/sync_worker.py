@@ -6,6 +6,7 @@ Run by `tests.doubles.run_ranks`; the models and loops are used by tests in one 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -243,12 +244,18 @@ def train(
     return record
 
 
+@functools.cache
+def _expected(make_model: Callable[[], nn.Module], optimizer: str, **settings: Any) -> Record:
+    """Of a training in DistributedDataParallel, which is the same whatever options are compared with it."""
+    torch.manual_seed(distributed.get_rank())  # the ranks begin with different parameters
+    return train(make_model(), OPTIMIZERS[optimizer], None, **settings)
+
+
 def compared(make_model: Callable[[], nn.Module], optimizer: str, options: PlanOptions, **settings: Any) -> str:
     """Where a training under sync differs from one in DistributedDataParallel; nothing if it does not."""
-    torch.manual_seed(distributed.get_rank())  # the ranks begin with different parameters
+    expected = _expected(make_model, optimizer, **settings)
+    torch.manual_seed(distributed.get_rank())
     model = make_model()
-    other = copy.deepcopy(model)
-    expected = train(other, OPTIMIZERS[optimizer], None, **settings)
     try:
         return train(model, OPTIMIZERS[optimizer], options, **settings).difference(expected)
     except (RuntimeError, SyncError) as error:
