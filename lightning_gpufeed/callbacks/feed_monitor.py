@@ -69,7 +69,6 @@ class FeedMonitor(Callback):
     on_fit_start                          begins to watch the Trainer; every rank joins
     on_train_start, on_train_epoch_start  sums start anew; finds the loader
     on_train_batch_end                    a step is over; the operating system is asked now and then
-    on_validation_start                   what follows is no part of a step
     on_train_epoch_end                    verdict: a line, a table, figures for the loggers, the page
     on_exception, teardown                takes everything back
     ====================================  ===================================================================
@@ -285,16 +284,6 @@ class FeedMonitor(Callback):
             # Ranks come here at different steps: each judges for itself, and rank 0 speaks.
             self._report(trainer, [self._counters()], is_interim=True)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What follows is no part of a step.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The model.
-        """
-        if trainer is self._trainer and self._observer is not None:
-            self._observer.pause()
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the epoch.
 
@@ -305,8 +294,6 @@ class FeedMonitor(Callback):
         if trainer is not self._trainer or self._observer is None or self._vote is None:
             return
         self._is_early_due = False
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current
-        self._observer.pause(is_over=batches.completed == batches.ready)
         self._report(trainer, self._vote.collect(self._counters()), is_interim=False)
 
     # Reporting -------------------------------------------------------------------------------------------

@@ -43,16 +43,16 @@ from lightning_gpufeed.echo.loader import REPEATED
 __all__ = ["TrainerWatch", "training_loader"]
 
 
-def training_loader(trainer: Trainer) -> Any:
-    """The loaders of the training; None before they are set up."""
-    return trainer.fit_loop._combined_loader
-
-
 _SILENT = (
     *(_TrainingEpochLoop._on_before_fetch, _TrainingEpochLoop._on_after_fetch),
     *(PassThroughProfiler.start, PassThroughProfiler.stop),
 )
 """Of Lightning, before anybody has put something of theirs on its classes."""
+
+
+def training_loader(trainer: Trainer) -> Any:
+    """The loaders of the training; None before they are set up."""
+    return trainer.fit_loop._combined_loader
 
 
 class _Hook:
@@ -206,7 +206,7 @@ class TrainerWatch:
         self._lasting = {*self._hooks[:2], *self._hooks[-2:]}
 
     def _pause(self) -> None:
-        """What follows is no part of a step."""
+        """What follows is no part of a step; one that was given up is none."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
         self._observer.pause(is_over=batches.completed == batches.ready)
 
