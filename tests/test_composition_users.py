@@ -561,6 +561,16 @@ def test_an_error_in_the_trial_of_a_finder_leaves_nothing_behind(files, parts, f
     assert "_on_before_batch_transfer" not in vars(run.model)
 
 
+@pytest.mark.parametrize("parts", PARTS)
+def test_after_a_training_nothing_is_hooked_into_its_module(files, parts):
+    run = Run(files, parts)
+    run.fit()
+    for module in run.model.modules():
+        assert not any((module._forward_pre_hooks, module._forward_hooks, module._backward_hooks))
+        assert "forward" not in vars(module)
+    assert not any(parameter._backward_hooks for parameter in run.model.parameters())
+
+
 def failing_step(batch: Any, batch_idx: int) -> torch.Tensor:
     """In the place of a module's."""
     raise RuntimeError("on purpose")

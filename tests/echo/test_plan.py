@@ -242,6 +242,14 @@ def test_an_empty_record_is_one():
     assert EchoTrace({0: []}).passes_of(0, 0) is None
 
 
+@pytest.mark.parametrize(
+    ("epoch", "fetch", "num_at_once", "expected"),
+    [(0, 3, 1, []), (0, 3, 2, [3]), (0, 3, 3, [2, 3]), (0, 1, 4, [1]), (0, 0, 4, []), (1, 3, 2, [])],
+)
+def test_what_comes_together_with_a_batch_is_what_was_taken_before_it(epoch, fetch, num_at_once, expected):
+    assert EchoTrace({0: [1, 2, 3, 4]}).unused(epoch, fetch, num_at_once) == expected
+
+
 def test_the_mean_factor_counts_every_batch_once():
     assert EchoTrace().mean_factor == 1.0
     assert EchoTrace({0: [4]}).mean_factor == 4.0
