@@ -1,4 +1,4 @@
-"""`OutOfOrderStrategy` with the other parts, and what it keeps in memory, on one rank."""
+"""`OutOfOrderStrategy` with the other parts, what it keeps in memory, and which steps may cross, on one rank."""
 
 from __future__ import annotations
 
@@ -84,3 +84,25 @@ def test_what_waits_is_never_above_the_cap_and_its_peak_is_said(cap, peak, caplo
     limit = "." if cap is None else f", of {cap / 1e6:.4g} MB allowed."
     line = f"OutOfOrderStrategy: weight gradients that waited kept at most {peak / 1e6:.4g} MB alive{limit}"
     assert said == ([line] if peak else [])
+
+
+class Crossings(pl.Callback):
+    """Notes whether each step could be taken in the next forward."""
+
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.noted.append(trainer.strategy.gradient_sync.can_cross)
+
+
+@pytest.mark.parametrize(
+    ("settings", "can_cross"),
+    [({}, True), ({"gradient_clip_val": 0.1}, False)],
+    ids=["plain", "clipped by norm"],
+)
+def test_a_step_that_has_to_see_all_gradients_is_never_said_to_be_able_to_cross(settings, can_cross):
+    crossings, strategy = Crossings(), OutOfOrderStrategy(6, True, 100)
+    loader = torch.utils.data.DataLoader([torch.randn(8, 16) for _ in range(3)], batch_size=None)
+    make_trainer(strategy=strategy, max_epochs=1, callbacks=[crossings], **settings).fit(Deep(), loader)
+    assert crossings.noted == [can_cross] * 3
